@@ -77,6 +77,13 @@ class Ending(Enum):
     SNAPSHOT = "its last snapshot when it finishes, nothing when it is cut short"
 
 
+class Second(Enum):
+    """Where a rolling strategy gets the slot for the next snapshot while the last one is still needed."""
+
+    HELD = "it holds enough tracking slots"
+    IF_FREE = "taken when one is free, without evicting; else the only snapshot is given up"
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """The part of a sequence that one step computes, as far as marks are concerned. Positions in tokens.
@@ -153,10 +160,11 @@ class SlotStrategy:
     """How a running request uses slots.
 
     `reserved`: slots per running request that sizing and the running limit count. `tracking`: slots that it
-    holds besides the working one, targets of rolling snapshots. `grid`: states are named at its multiples only.
-    `page`: unit of KV rows and of tree edges. `whole_leaf`: a leaf that loses its state loses its KV too, and a
-    running request keeps the last state on its path pinned. `prefilled_only`: nothing computed by decode steps
-    is published.
+    holds besides the working one, targets of rolling snapshots; `second` says where one more comes from.
+    `grid`: states are named at its multiples only. `page`: unit of KV rows and of tree edges.
+    `whole_leaf`: a leaf that loses its state loses its KV too, and a running request keeps the last state on its
+    path pinned. `forks`: fork checkpoints are possible. `prefilled_only`: nothing computed by decode steps is
+    published.
     """
 
     name: str
@@ -169,6 +177,8 @@ class SlotStrategy:
     marks: Marker
     whole_leaf: bool = False
     prefilled_only: bool = False
+    forks: bool = True
+    second: Second = Second.HELD
 
     @property
     def rolling(self) -> bool:
@@ -192,6 +202,17 @@ def extra_buffer(page: int, overlap: bool = True) -> SlotStrategy:
     return SlotStrategy(
         "extra_buffer", 3 + tracking, tracking, grid, page, Ending.SNAPSHOT, Cap.EAGER, rolling_marks, True
     )
+
+
+def extra_buffer_lazy(page: int) -> SlotStrategy:
+    """`extra_buffer` with one tracking slot, and a second one only while a decode snapshot is taken."""
+    return replace(extra_buffer(page), name="extra_buffer_lazy", reserved=4, tracking=1, second=Second.IF_FREE)
+
+
+NO_BUFFER = SlotStrategy(
+    "no_buffer", 3, 0, 1, 1, Ending.WORKING_AT_FINISH, Cap.EAGER, exact_marks, whole_leaf=True, forks=False
+)
+"""Copies of the working state at chunk ends and at the finish; no fork checkpoints; overlap is off."""
 
 
 def with_cap(strategy: SlotStrategy, cap: Cap | None, policy: CheckpointPolicy) -> SlotStrategy:

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from milepost.core.cache import Match, PrefixCache
-from milepost.core.checkpoint import Cap, CheckpointPolicy, Ending, Reason, SlotStrategy, Stretch
+from milepost.core.checkpoint import Cap, CheckpointPolicy, Ending, Reason, Second, SlotStrategy, Stretch
 from milepost.core.plan import Chunk, Copy, Mark, Plan, Result
 from milepost.core.pool import Owner, RowPool, SlotPool
 from milepost.core.request import Finish, Request
@@ -237,7 +237,7 @@ class Scheduler:
         sequence.computed = match.resume
         sequence.target = sequence.known
         fork = match.kv_depth - match.kv_depth % self.strategy.grid
-        sequence.fork = fork if fork > match.resume else 0
+        sequence.fork = fork if fork > match.resume and self.strategy.forks else 0
         sequence.status = Status.RUNNING
         self._running[sequence.number] = sequence
         if sequence.reuse is None:
@@ -299,6 +299,8 @@ class Scheduler:
         marks = []
         for position, reason in wanted:
             if self.strategy.rolling:
+                if chunk.decode and self.strategy.second is Second.IF_FREE and self.cache.slots.free:
+                    sequence.tracking.insert(0, self.cache.slots.take(sequence.number))
                 marks.append(Mark(position, sequence.tracking[0], reason))
                 continue
             slot = self.cache.take_slot(sequence.number)
@@ -336,6 +338,8 @@ class Scheduler:
         assert sequence.lease is not None
         if self.strategy.rolling:
             sequence.tracking.append(sequence.tracking.pop(0))
+            if len(sequence.tracking) > self.strategy.tracking:
+                self.cache.slots.give(sequence.tracking.pop(0), sequence.number)
             sequence.snapshot = mark
             wanted = mark.reason in self.policy.reasons or mark.reason is Reason.ASKED
             if not wanted or mark.reason is Reason.INTERVAL:

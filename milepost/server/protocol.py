@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from milepost.core import tokens
 from milepost.core.request import Request, Sampling
-from milepost.core.tokens import Packed
+from milepost.core.tokens import Packed, length, pack, unpack
 from milepost.engine.text import Text
 from milepost.errors import InvalidRequest, PromptTooLong, UnknownModel
 from milepost.server.errors import from_msgspec
@@ -210,7 +209,7 @@ def completion_job(body: CompletionBody, text: Text, settings: ServerSettings) -
     check_model(body.model, settings)
     prompts = []
     for field, prompt in _prompts(body.prompt):
-        packed = text.encode(prompt, special=True) if isinstance(prompt, str) else tokens.pack(prompt)
+        packed = text.encode(prompt, special=True) if isinstance(prompt, str) else pack(prompt)
         echo = "" if not body.echo else prompt if isinstance(prompt, str) else text.decode(packed)
         prompts.append((field, packed, echo))
     return _job(body, prompts, text, settings)
@@ -276,10 +275,10 @@ def namespace(body: Body) -> str:
 
 def check_prompt(packed: Packed, max_new: int | None, field: str, vocab_size: int, context_length: int) -> None:
     """Refuse a prompt that is empty, out of the vocabulary, or too long for the model's positions."""
-    size = tokens.length(packed)
+    size = length(packed)
     if size == 0:
         raise InvalidRequest("the prompt is empty", field)
-    highest = int(tokens.unpack(packed).max())
+    highest = int(unpack(packed).max())
     if highest >= vocab_size:
         raise InvalidRequest(f"token {highest} is outside of the vocabulary of {vocab_size}", field)
     if size >= context_length:

@@ -210,18 +210,19 @@ def _prefix(node: Node) -> tuple:
     ("strategy", "sizes", "cap"),
     [
         (EXACT, (24, 4), 1),
+        (EXACT, (90, 10), 1),
         (EXACT, (60, 5), None),
         (EXACT, (18, 8), 2),
         (extra_buffer(1), (24, 5), 1),
     ],
-    ids=["tight", "no-cap", "few-rows", "whole-leaf"],
+    ids=["tight", "roomy", "no-cap", "few-rows", "whole-leaf"],
 )
 def test_cache_against_oracle(strategy, sizes, cap):
     machine = type("Machine", (CacheMachine,), {"strategy": strategy, "sizes": sizes, "cap": cap})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=150,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -39,6 +39,8 @@ STRATEGIES = [
     small(cp.extra_buffer(1), 4),
     small(cp.extra_buffer(4), 4),
     small(cp.extra_buffer(2, overlap=False), 4),
+    small(cp.extra_buffer_lazy(2), 4),
+    cp.NO_BUFFER,
 ]
 POLICIES = st.builds(
     CheckpointPolicy,
