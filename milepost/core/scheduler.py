@@ -37,13 +37,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one request. Its last event, exactly one, carries `finish` and `reuse`."""
+    """News of one request. Its last event, exactly one, carries `finish` and, if it ever ran, `reuse`.
+
+    `generated` counts all its tokens so far.
+    """
 
     sequence: Owner
     request: Request
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     reuse: Reuse | None = None
+    generated: int = 0
 
 
 class Scheduler:
@@ -362,7 +366,7 @@ class Scheduler:
         elif sequence.generated >= sequence.max_new:
             finish = Finish.LENGTH
         if finish is None:
-            return Event(sequence.number, sequence.request, tokens)
+            return Event(sequence.number, sequence.request, tokens, generated=sequence.generated)
         self._leave(sequence, finished=True)
         self.counters.finished_total += 1
         return self._end(sequence, tokens, finish)
@@ -411,7 +415,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, tokens: tuple[int, ...], finish: Finish) -> Event:
         sequence.status = Status.DONE
         del self.sequences[sequence.number]
-        return Event(sequence.number, sequence.request, tokens, finish, sequence.reuse)
+        return Event(sequence.number, sequence.request, tokens, finish, sequence.reuse, sequence.generated)
 
     # Reports
 

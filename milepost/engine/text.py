@@ -329,9 +329,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter writes < and > as escapes, which the model has never seen.
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -44,9 +44,7 @@ class Metrics:
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the request to its first token.", FIRST_TOKEN_SECONDS
         )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Between two tokens of one answer.", BETWEEN_SECONDS
-        )
+        self.between = histogram("inter_token_latency_seconds", "Between two tokens of one answer.", BETWEEN_SECONDS)
         self.whole = histogram("e2e_request_latency_seconds", "From the request to its end.", REQUEST_SECONDS)
         self.prompt = counter("prompt_tokens", "Tokens of prompts of finished requests.").labels(model_name)
         self.generation = counter("generation_tokens", "Tokens generated.").labels(model_name)

@@ -50,9 +50,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def follow(
-    engine: Engine, request: Request, stops: tuple[str, ...], meter: Meter
-) -> AsyncGenerator[Delta, None]:
+async def follow(engine: Engine, request: Request, stops: tuple[str, ...], meter: Meter) -> AsyncGenerator[Delta, None]:
     """The deltas of one engine request. The engine is first asked when the first delta is."""
     finished = False
     try:

@@ -139,9 +139,7 @@ def test_a_prompt_of_token_ids(complete, engine):
 def test_echo_repeats_the_prompt(complete, stream):
     response = complete(echo=True, stream=stream)
     said = (
-        "".join(e["choices"][0]["text"] for e in events(response))
-        if stream
-        else response.json()["choices"][0]["text"]
+        "".join(e["choices"][0]["text"] for e in events(response)) if stream else response.json()["choices"][0]["text"]
     )
     assert said == "HelloIn the beginning"
 

@@ -37,9 +37,7 @@ def wait_until(condition, seconds: float = 5.0) -> float:
 
 def send_raw(port: int, path: str, body: dict) -> socket.socket:
     raw = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port), timeout=5)
     connection.sendall(head.encode() + raw)
     return connection
@@ -61,9 +59,7 @@ def test_the_openai_client_streams(client, engine, text):
     engine.script = lambda _: tokens.unpack(text.encode("你好 😀 the end")).tolist()
     messages = [{"role": "user", "content": "Hello"}]
     options = {"include_usage": True}
-    chunks = list(
-        client.chat.completions.create(model="demo", messages=messages, stream=True, stream_options=options)
-    )
+    chunks = list(client.chat.completions.create(model="demo", messages=messages, stream=True, stream_options=options))
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert said == "你好 😀 the end"
     assert chunks[-1].usage.total_tokens > 0

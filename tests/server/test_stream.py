@@ -47,9 +47,7 @@ TALK = [Delta("a", (5,)), Delta("b", (6,)), Delta("", (), Finish.LENGTH, Usage(1
 
 def sources(engine: Engine, count: int):
     metrics = Metrics(engine, "demo")
-    return [
-        lambda: follow(engine, Request("x", b""), (), Meter(metrics, time.perf_counter())) for _ in range(count)
-    ]
+    return [lambda: follow(engine, Request("x", b""), (), Meter(metrics, time.perf_counter())) for _ in range(count)]
 
 
 def test_streams_are_closed_when_the_reader_leaves_between_two_deltas():

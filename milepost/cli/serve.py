@@ -1,0 +1,54 @@
+"""`milepost serve`: a model over HTTP."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from milepost.cli.flags import CACHE_FLAGS, Int, flags, pick
+from milepost.config import CacheConfig, ServeConfig, resolve
+
+SERVE_FLAGS = [
+    click.option("--model-path", type=click.Path(path_type=Path), help="A Hugging Face folder [embedded model]."),
+    click.option("--served-model-name", help="The name that clients use [name of the folder]."),
+    click.option("--host", default="127.0.0.1", show_default=True),
+    click.option("--port", type=Int(30000), default=30000, show_default=True, help="0: a free one."),
+    click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda"),
+    click.option("--dtype", default="auto", show_default=True, metavar="auto|float32|bfloat16"),
+    click.option("--mamba-ssm-dtype", metavar="float32|bfloat16|float16", help="Of recurrent states [float32]."),
+    click.option("--context-length", type=Int(4096), help="Tokens a request may reach [the model's]."),
+    click.option("--enable-cache-report/--disable-cache-report", default=True, show_default=True),
+    click.option("--enable-metrics/--disable-metrics", default=True, show_default=True),
+]
+
+
+@click.command()
+@flags(SERVE_FLAGS)
+@flags(CACHE_FLAGS)
+@click.option("--log-level", default="warning", metavar="info|warning", help="info: a line per request.")
+def serve(log_level: str, **values: Any) -> None:
+    """Serve a model over HTTP, as OpenAI does."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(message)s")
+    config = pick(ServeConfig, values)
+    cache = pick(CacheConfig, values)
+    resolve(cache)  # bad flags end here, before torch is even imported
+    from milepost.boot import boot
+    from milepost.server.app import create_app
+    from milepost.server.protocol import ServerSettings
+    from milepost.server.run import run
+
+    booted = boot(config, cache)
+    for line in booted.lines:
+        click.echo(line, err=True)
+    settings = ServerSettings(
+        booted.name,
+        booted.context,
+        cache_report=config.enable_cache_report,
+        metrics=config.enable_metrics,
+    )
+    booted.engine.start()
+    try:
+        run(create_app(booted.engine, booted.text, settings), config.host, config.port)
+    finally:
+        booted.engine.close()
