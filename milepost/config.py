@@ -111,7 +111,7 @@ def _strategy(config: CacheConfig) -> SlotStrategy:
         if name is not None:
             allowed = "has no meaning with --disable-radix-cache; leave one of them out"
             raise ConfigError("--mamba-radix-cache-strategy", name, allowed, "exact (and the cache on)")
-        return cp.EXACT
+        return cp.STRICT if config.strict_reuse else cp.EXACT
     if name == "auto":
         name = "no_buffer" if config.disable_overlap_schedule and page == 1 else "extra_buffer"
     if name in (None, "exact"):
