@@ -5,6 +5,7 @@
     ├── ModelError
     │   ├── ModelConfigError   a config.json that is unknown or only half supported
     │   └── WeightsError       tensors missing, unexpected or of another shape
+    ├── TraceError             a trace file that can't be read: names file and line
     └── RequestError           a request that can't be served; its sender is told why
         ├── InvalidRequest     a field is wrong (HTTP 400)
         ├── PromptTooLong      it can never fit (HTTP 400)
@@ -38,6 +39,10 @@ class ModelConfigError(ModelError):
 
 class WeightsError(ModelError):
     """The tensors don't fit the config."""
+
+
+class TraceError(MilepostError):
+    """A trace can't be read."""
 
 
 class RequestError(MilepostError):

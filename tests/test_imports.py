@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "core": ({"core"}, {"numpy"}),
     "storage": ({"core", "storage"}, {"numpy"}),
     "sim": ({"core", "sim"}, {"numpy"}),
-    "model": ({"model"}, {"numpy", "torch", "numba", "safetensors"}),
+    "model": ({"model"}, {"numpy", "torch", "numba", "llvmlite", "safetensors"}),
     "engine": ({"core", "model", "storage", "engine"}, {"numpy", "torch", "tokenizers", "jinja2"}),
     "server": ({"core.request", "core.tokens", "engine.facade", "engine.text", "server"}, None),
 }

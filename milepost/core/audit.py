@@ -50,7 +50,7 @@ def _structure(cache: PrefixCache, nodes: list[Node]) -> list[str]:
     for name, root in cache.tree.roots.items():
         if root.note != name or root.end or root.state.device is not None:
             found.append(f"2: the root of {name!r} is no root")
-        if not root.children and not root.kv.pins:
+        if not (root.children or root.kv.pins or cache.history.hangs_from(root)):
             found.append(f"2: the empty namespace {name!r} is still there")
     return found
 
@@ -173,7 +173,7 @@ def _reuses(sequences: list[Sequence]) -> list[str]:
     found = []
     for sequence in sequences:
         reuse = sequence.reuse
-        if reuse is not None and not reuse.resume <= reuse.kv_depth <= reuse.prompt - 1:
+        if reuse is not None and not reuse.resume <= reuse.kv_depth <= reuse.seen <= reuse.prompt - 1:
             found.append(f"7: sequence {sequence.number}: {reuse}")
     return found
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from milepost.core.checkpoint import SPARED, Cap, CheckpointPolicy, Reason, SlotStrategy
 from milepost.core.evict import Victims
+from milepost.core.history import History
 from milepost.core.pool import TREE, Owner, RowPool, Rows, Slot, SlotPool
 from milepost.core.stats import Counters, Loss, PoolUse
 from milepost.core.tokens import Packed, cut, length
@@ -33,11 +34,13 @@ from milepost.core.tree import Node, RadixTree
 class Match:
     """KV of the prompt is cached up to `kv_depth`; it can be resumed at `resume`, the end of `node`.
 
-    `loss` says why `resume` is short of `kv_depth`. `continues`: the tree goes on at `kv_depth` with other tokens.
+    `loss` says why `resume` is short of `kv_depth`. `deepest` is the last node that the prompt passes through.
+    `continues`: the tree goes on at `kv_depth` with other tokens.
     """
 
     namespace: str
     node: Node
+    deepest: Node
     resume: int
     kv_depth: int
     loss: Loss | None
@@ -64,6 +67,7 @@ class PrefixCache:
         self.policy = policy
         self.tree = RadixTree(strategy.page)
         self.victims = Victims(stranded_first=not strategy.whole_leaf)
+        self.history = History(strategy.page)
         self.counters = Counters()
 
     # Reading
@@ -73,7 +77,8 @@ class PrefixCache:
         limit = length(key) // self.tree.page * self.tree.page
         root = self.tree.roots.get(namespace)
         if root is None:
-            return Match(namespace, Node(b"", 0, None, None), 0, 0, None, continues=False)
+            root = Node(b"", 0, None, None)
+            return Match(namespace, root, root, 0, 0, None, continues=False)
         walk = self.tree.walk(root, key, limit)
         node, loss = walk.node, None
         while node.state.device is None and node.parent is not None:
@@ -84,7 +89,7 @@ class PrefixCache:
         lost = depth > node.end
         on = walk.partial is not None or bool(walk.node.children)
         why = (loss or Loss.NEVER) if lost else None
-        return Match(namespace, node, node.end, depth, why, on and depth < length(key))
+        return Match(namespace, node, walk.node, node.end, depth, why, on and depth < length(key))
 
     def room(self, match: Match) -> tuple[int, int]:
         """Rows and slots that could be had once `match` is acquired: what is free and what would be evicted.
@@ -144,7 +149,7 @@ class PrefixCache:
         while node.parent is not None:
             node = node.parent
             self._unpin_rows(node)
-        self.tree.drop_if_empty(node)
+        self._tidy(node)
 
     # Publishing
 
@@ -164,6 +169,7 @@ class PrefixCache:
             own = rows[node.end : stop].copy()
             self.rows.move(own, lease.owner, TREE)
             parent, node = node, self.tree.graft(node, cut(key, node.end, stop), own)
+            self.history.revived(node, parent)
             if len(parent.children) > 1:
                 self.victims.unmark(parent)
             self.victims.reconsider(parent)
@@ -249,11 +255,20 @@ class PrefixCache:
         self._lose_state(node, why)
 
     def flush(self) -> None:
-        """Drop all that nobody pins."""
+        """Drop all that nobody pins, and forget it."""
         while self.victims.rows:
             self._drop_leaf(self.victims.row_victim())
+        self.history.clear()
+        for root in list(self.tree.roots.values()):
+            self._tidy(root)
 
     # Inside
+
+    def _tidy(self, node: Node) -> None:
+        """Forget a namespace that holds nothing, that nobody uses, and of which nothing is remembered."""
+        if node.parent is None and not (node.children or node.kv.pins or self.history.hangs_from(node)):
+            assert isinstance(node.note, str)
+            del self.tree.roots[node.note]
 
     def _split(self, lower: Node, shared: int) -> Node:
         self.victims.shrink(lower, shared)
@@ -309,8 +324,9 @@ class PrefixCache:
         self.counters.kv_tokens_evicted_total += rows.size
         self.victims.remove_rows(leaf)
         parent = self.tree.prune(leaf)
+        for node in [*self.history.dropped(leaf, parent), parent]:
+            self._tidy(node)
         if parent.parent is None:
-            self.tree.drop_if_empty(parent)
             return
         self.victims.reconsider(parent, coldest=True)
 

@@ -72,13 +72,15 @@ class RowPool:
 
     def owners(self) -> dict[Owner, int]:
         """Rows per owner, free ones included. For the audit and the reports."""
-        names, counts = np.unique(self._owner[1:], return_counts=True)
-        return {Owner(int(n)): int(c) * self.page for n, c in zip(names, counts, strict=True)}
+        counts = np.bincount(self._owner[1:] - TREE)
+        return {Owner(int(i) + TREE): int(counts[i]) * self.page for i in np.flatnonzero(counts)}
 
     def owned(self, rows: Rows, owner: Owner) -> bool:
         """Whether `owner` has all of `rows` and no row is named twice."""
         pages = self._pages(rows)
-        return bool((self._owner[pages] == owner).all()) and np.unique(pages).size == pages.size
+        named = np.zeros(self._owner.size, bool)
+        named[pages] = True
+        return bool((self._owner[pages] == owner).all()) and int(named.sum()) == pages.size
 
     def _pages(self, rows: Rows) -> Rows:
         if self.page == 1:

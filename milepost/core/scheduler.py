@@ -249,16 +249,16 @@ class Scheduler:
 
     def _explain(self, sequence: Sequence, match: Match) -> Reuse:
         """Counted once per request, at its first admission."""
-        short = sequence.prompt <= self.strategy.grid
-        loss = Loss.SHORT if short and not match.resume else match.loss
-        where = match.kv_depth if match.continues else None
-        reuse = Reuse(sequence.prompt, match.kv_depth, match.kv_depth, match.resume, loss, where)
-        counters = self.counters
-        counters.prompt_tokens_total += sequence.prompt
-        counters.cached_tokens_total += match.resume
-        counters.lost_reuse_tokens_total += reuse.lost
-        counters.lost_reuse_requests_total += reuse.lost > 0
-        counters.below_minimum_requests_total += loss is Loss.SHORT
+        seen, differs, loss = match.kv_depth, match.continues, match.loss
+        if match.kv_depth == match.deepest.end:
+            seen, went_on = self.cache.history.seen(match.deepest, sequence.key(sequence.known - 1))
+            differs = went_on if seen > match.kv_depth else differs or went_on
+        if loss is None and seen > match.kv_depth:
+            loss = Loss.KV_PRESSURE
+        if sequence.prompt <= self.strategy.grid and not match.resume:
+            loss = Loss.SHORT
+        reuse = Reuse(sequence.prompt, seen, match.kv_depth, match.resume, loss, seen if differs else None)
+        self.counters.admitted(reuse)
         return reuse
 
     def _chunk(self, sequence: Sequence, stop: int) -> Chunk:

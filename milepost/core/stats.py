@@ -1,6 +1,6 @@
 """What happened, in numbers and reasons. Frozen snapshots for outside, plain counters inside."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 
 
@@ -74,9 +74,23 @@ class Counters:
     states_evicted_total: int = 0
     kv_tokens_evicted_total: int = 0
     steps_total: int = 0
+    misses: dict[Loss, int] = field(default_factory=dict)
+    """Tokens that were cached once, at most up to `seen`, and had to be computed again, by the reason."""
+
+    def admitted(self, reuse: Reuse) -> None:
+        """A request starts for the first time."""
+        self.prompt_tokens_total += reuse.prompt
+        self.cached_tokens_total += reuse.resume
+        self.lost_reuse_tokens_total += reuse.lost
+        self.lost_reuse_requests_total += reuse.lost > 0
+        self.below_minimum_requests_total += reuse.loss is Loss.SHORT
+        if reuse.loss is not None:
+            self.misses[reuse.loss] = self.misses.get(reuse.loss, 0) + reuse.seen - reuse.resume
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """By name; the misses as `missed_tokens_total`, with the reason as a label."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "misses"}
+        return plain | {f'missed_tokens_total{{reason="{loss.value}"}}': self.misses.get(loss, 0) for loss in Loss}
 
 
 @dataclass(frozen=True, slots=True)

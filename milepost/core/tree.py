@@ -80,12 +80,6 @@ class RadixTree:
             root.note = namespace
         return root
 
-    def drop_if_empty(self, root: Node) -> None:
-        """A namespace that holds nothing and that nobody uses is forgotten."""
-        if not root.children and root.kv.pins == 0:
-            assert isinstance(root.note, str)
-            del self.roots[root.note]
-
     def walk(self, node: Node, key: Packed, limit: int) -> Walk:
         """Follow `key` downwards from `node` (which `key` passes through), not beyond `limit` tokens. Reads only.
 

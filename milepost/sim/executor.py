@@ -30,12 +30,12 @@ def digests(tokens: Tokens, start: int = 0, before: int = 0) -> Digests:
     prefixes of a sequence cost one cumulative sum.
     """
     positions = np.arange(start, start + tokens.size, dtype=np.uint64)
-    mixed = _mix(tokens.astype(np.uint64) ^ (positions << np.uint64(32)))
+    mixed = scramble(tokens.astype(np.uint64) ^ (positions << np.uint64(32)))
     mixed[:1] += np.uint64(before)
     return np.cumsum(mixed, dtype=np.uint64)
 
 
-def _mix(values: Digests) -> Digests:
+def scramble(values: Digests) -> Digests:
     """A bijective scrambling of 64 bits: multiply and shift, three times."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
