@@ -26,7 +26,7 @@ from milepost.core.evict import Victims
 from milepost.core.history import History
 from milepost.core.pool import TREE, Owner, RowPool, Rows, Slot, SlotPool
 from milepost.core.stats import Counters, Loss, PoolUse
-from milepost.core.tokens import Packed, cut, length
+from milepost.core.tokens import WIDTH, Packed, common, cut, length
 from milepost.core.tree import Node, RadixTree
 
 
@@ -35,7 +35,6 @@ class Match:
     """KV of the prompt is cached up to `kv_depth`; it can be resumed at `resume`, the end of `node`.
 
     `loss` says why `resume` is short of `kv_depth`. `deepest` is the last node that the prompt passes through.
-    `continues`: the tree goes on at `kv_depth` with other tokens.
     """
 
     namespace: str
@@ -44,7 +43,6 @@ class Match:
     resume: int
     kv_depth: int
     loss: Loss | None
-    continues: bool
 
 
 class Lease:
@@ -78,7 +76,7 @@ class PrefixCache:
         root = self.tree.roots.get(namespace)
         if root is None:
             root = Node(b"", 0, None, None)
-            return Match(namespace, root, root, 0, 0, None, continues=False)
+            return Match(namespace, root, root, 0, 0, None)
         walk = self.tree.walk(root, key, limit)
         node, loss = walk.node, None
         while node.state.device is None and node.parent is not None:
@@ -86,10 +84,25 @@ class PrefixCache:
                 loss = node.note
             node = node.parent
         depth = walk.depth
-        lost = depth > node.end
-        on = walk.partial is not None or bool(walk.node.children)
-        why = (loss or Loss.NEVER) if lost else None
-        return Match(namespace, node, walk.node, node.end, depth, why, on and depth < length(key))
+        why = (loss or Loss.NEVER) if depth > node.end else None
+        return Match(namespace, node, walk.node, node.end, depth, why)
+
+    def agreement(self, match: Match, key: Packed) -> tuple[int, bool]:
+        """How many ids of `key` agree with what is or was cached on its path, and whether that goes on differently.
+
+        Counted in single tokens even where KV comes in pages.
+        """
+        deepest = match.deepest
+        first = key[deepest.end * WIDTH : (deepest.end + 1) * WIDTH]
+        if self.tree.page == 1:
+            alike = [deepest.children[first]] if first in deepest.children else []
+        else:
+            alike = [child for child in deepest.children.values() if child.edge[:WIDTH] == first]
+        live = deepest.end + max((common(child.edge, key, deepest.end) for child in alike), default=0)
+        seen, went_on = self.history.seen(deepest, key)
+        if live >= seen:
+            return live, live < length(key) and (bool(deepest.children) or (went_on and live == seen))
+        return seen, went_on
 
     def room(self, match: Match) -> tuple[int, int]:
         """Rows and slots that could be had once `match` is acquired: what is free and what would be evicted.

@@ -8,7 +8,7 @@ states of a request that ends. Everything here is a pure function or frozen data
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum, StrEnum
-from math import lcm
+from math import gcd, lcm
 
 KERNEL_CHUNK = 64
 """Tokens of one block of the chunk-wise scan. States inside a prefill are exact to the bit only between blocks."""
@@ -144,7 +144,7 @@ def rolling_marks(stretch: Stretch, policy: CheckpointPolicy, grid: int) -> list
     asked += [(position, Reason.ASKED) for position in stretch.keep]
     for position, reason in asked:
         position -= position % grid
-        if start < position <= end and (position - start) % KERNEL_CHUNK == 0:
+        if start < position <= end and (position - start) % gcd(grid, KERNEL_CHUNK) == 0:
             return [(position, reason)]
     at_prompt_end = Reason.PROMPT_END in policy.reasons and stop >= stretch.prompt > start
     return [(end, Reason.PROMPT_END if at_prompt_end else Reason.CHUNK)]
@@ -198,7 +198,7 @@ STRICT_REASONS = {Reason.FINISH: Reason.PROMPT_END, Reason.INTERVAL: Reason.PROM
 def extra_buffer(page: int, overlap: bool = True) -> SlotStrategy:
     """SGLang's default: a working slot and two tracking slots (one without overlap), snapshots on a grid."""
     tracking = 2 if overlap else 1
-    grid = lcm(KERNEL_CHUNK, page)
+    grid = lcm(max(KERNEL_CHUNK, page), page)
     return SlotStrategy(
         "extra_buffer", 3 + tracking, tracking, grid, page, Ending.SNAPSHOT, Cap.EAGER, rolling_marks, True
     )

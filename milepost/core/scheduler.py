@@ -194,11 +194,11 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk], copies: list[Copy]) -> None:
         """Start waiting sequences, first come first served, while budget, slots and rows last."""
         self._waiting_for = ""
-        while self._waiting and budget > 0:
+        while self._waiting:
             sequence = self._waiting[0]
             match = self.cache.match(sequence.key(sequence.known - 1), sequence.request.namespace)
             self._waiting_for = self._obstacle(sequence, match)
-            if self._waiting_for:
+            if self._waiting_for or budget <= 0:
                 return
             self._waiting.popleft()
             self._start(sequence, match)
@@ -249,10 +249,8 @@ class Scheduler:
 
     def _explain(self, sequence: Sequence, match: Match) -> Reuse:
         """Counted once per request, at its first admission."""
-        seen, differs, loss = match.kv_depth, match.continues, match.loss
-        if match.kv_depth == match.deepest.end:
-            seen, went_on = self.cache.history.seen(match.deepest, sequence.key(sequence.known - 1))
-            differs = went_on if seen > match.kv_depth else differs or went_on
+        seen, differs = self.cache.agreement(match, sequence.key(sequence.known - 1))
+        loss = match.loss
         if loss is None and seen > match.kv_depth:
             loss = Loss.KV_PRESSURE
         if sequence.prompt <= self.strategy.grid and not match.resume:
@@ -348,7 +346,7 @@ class Scheduler:
             wanted = mark.reason in self.policy.reasons or mark.reason is Reason.ASKED
             if not wanted or mark.reason is Reason.INTERVAL:
                 return
-            fresh = self.cache.take_slot(sequence.number)
+            fresh = self.cache.take_slot(sequence.number) if self._slot_to_spare() else None
             if fresh is None:
                 self.counters.checkpoints_skipped_total += 1
                 return
@@ -356,6 +354,13 @@ class Scheduler:
             sequence.snapshot = None
         key = sequence.key(mark.position)
         self.cache.publish(sequence.lease, key, sequence.rows, (mark.slot, mark.reason))
+
+    def _slot_to_spare(self) -> bool:
+        """Whether a checkpoint may take a slot: not the one with which the head of the queue could start."""
+        if not self._waiting or len(self._running) >= self.running_limit:
+            return True
+        cache = self.cache
+        return cache.slots.free + cache.victims.states > 1 + self.strategy.tracking
 
     def _advance(self, sequence: Sequence, tokens: tuple[int, ...], stopped: bool) -> Event:
         """Tokens were drawn: report them, and the end if they make one."""

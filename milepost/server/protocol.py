@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from milepost.core.request import Request, Sampling
-from milepost.core.tokens import Packed, length, pack, unpack
+from milepost.core.tokens import Packed, common, length, pack, unpack
 from milepost.engine.text import Text
 from milepost.errors import InvalidRequest, PromptTooLong, UnknownModel
 from milepost.server.errors import from_msgspec
@@ -33,6 +33,8 @@ class ServerSettings:
     """What the server needs to know beyond the engine and the text side.
 
     `context_length` is in tokens, `body_limit` in bytes; `choices_limit` bounds prompts times n.
+    `keep_message_end`: ask for a checkpoint at the end of a chat's last message, before the header of the answer,
+    for templates that rewrite what follows it (thinking that is dropped from the history, say).
     """
 
     model_name: str
@@ -40,6 +42,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     cache_report: bool = True
     metrics: bool = True
+    keep_message_end: bool = False
     body_limit: int = 64 * 1024 * 1024
     choices_limit: int = 128
 
@@ -201,7 +204,17 @@ def chat_job(body: ChatBody, text: Text, settings: ServerSettings) -> Job:
     packed = text.encode(prompt, special=False)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    return _job(body, [("messages", packed, "")], text, settings)
+    keep: tuple[int, ...] = ()
+    if settings.keep_message_end and generation_prompt:
+        without = text.render(body.messages, tools=tools, add_generation_prompt=False, extra=extra)
+        keep = message_end(packed, text.encode(without))
+    return _job(body, [("messages", packed, "")], text, settings, keep)
+
+
+def message_end(prompt: Packed, messages: Packed) -> tuple[int, ...]:
+    """The position at which the messages end and the header of the answer begins; none where they don't part."""
+    end = common(messages, prompt, 0)
+    return (end,) if 0 < end < length(prompt) else ()
 
 
 def completion_job(body: CompletionBody, text: Text, settings: ServerSettings) -> Job:
@@ -215,7 +228,13 @@ def completion_job(body: CompletionBody, text: Text, settings: ServerSettings) -
     return _job(body, prompts, text, settings)
 
 
-def _job(body: Body, prompts: Sequence[tuple[str, Packed, str]], text: Text, settings: ServerSettings) -> Job:
+def _job(
+    body: Body,
+    prompts: Sequence[tuple[str, Packed, str]],
+    text: Text,
+    settings: ServerSettings,
+    keep: tuple[int, ...] = (),
+) -> Job:
     n = body.n or 1
     if n * len(prompts) > settings.choices_limit:
         wanted = f"{len(prompts)} prompts times n {n} is {n * len(prompts)}"
@@ -232,6 +251,7 @@ def _job(body: Body, prompts: Sequence[tuple[str, Packed, str]], text: Text, set
             prompt=packed,
             sampling=sampling(body, text, (seed + i) % 2**SEED_BITS),
             namespace=namespace(body),
+            keep=keep,
             session=body.session_id or body.user or "",
             arrived=time.monotonic(),
         )

@@ -80,10 +80,10 @@ class Live:
 
 
 @contextmanager
-def serving(**flags: object) -> Iterator[Live]:
+def serving(settings: dict[str, object] | None = None, **flags: object) -> Iterator[Live]:
     booted = boot(ServeConfig(), CacheConfig(**flags))  # type: ignore[arg-type]
     recorder = Recorder(booted)
-    app = create_app(recorder, booted.text, ServerSettings(booted.name, booted.context))
+    app = create_app(recorder, booted.text, ServerSettings(booted.name, booted.context, **(settings or {})))
     listener = listen("127.0.0.1", 0)
     server = ReadyServer(config(app), "127.0.0.1")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -79,6 +79,24 @@ def test_forks(level):
         live.check()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_history_rewritten_after_the_header(keep):
+    """A client that drops the answer's beginning from the history still finds the end of its last message."""
+    flags = {"max_mamba_cache_size": 32, "max_total_tokens": 20_000}
+    with serving({"keep_message_end": keep}, **flags) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        messages = [{"role": "user", "content": " ".join(VERSES)}]
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        first = http.post("/v1/chat/completions", json=body).json()
+        again = {"role": "user", "content": "Another question."}
+        second = http.post("/v1/chat/completions", json={**body, "messages": [*messages, again]}).json()
+        header = len(live.booted.text.encode("<|im_start|>assistant\n")) // 4
+        found = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        # "<|im_start|>" is in both; the role after it differs.
+        message_end = first["usage"]["prompt_tokens"] - header
+        assert found == (message_end if keep else 0)
+        live.check()
+
+
 def test_namespaces_never_share(live: Live):
     prompt = list(range(100, 400))
     with httpx.Client(base_url=live.url) as http:
