@@ -3,25 +3,32 @@
 The lines that a boot prints come from the real pools.
 """
 
-from dataclasses import asdict, dataclass
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from milepost import config as cfg
-from milepost.core import sizing
+from milepost.core import models, sizing
+from milepost.core.geometry import Formats, Layout, Model, measure
 from milepost.core.scheduler import Limits, Scheduler
 from milepost.engine.executor import TorchExecutor
 from milepost.engine.loop import EngineLoop
 from milepost.engine.text import Text
 from milepost.errors import ConfigError
-from milepost.model import Decoder, Memory, ModelConfig, load_decoder, load_model_config
+from milepost.model import Memory, ModelConfig, load_decoder, load_model_config
 
 DEMO = Path(__file__).parent / "demo"
-RATIO = 0.9
 DEFAULT_BUDGET = 2**30
 """Bytes for both pools when no size is given: small enough for any machine that can load a model."""
+
+DEFAULT_FRACTION = 0.8
+"""Part of a GPU's free memory for weights and both pools when no size is given."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,59 +45,125 @@ class Booted:
 
 
 def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
-    """Everything but the HTTP server. Raises `ConfigError` and `ModelError` before weights load where it can."""
-    resolved = cfg.resolve(cache)
+    """Everything but the HTTP server. Bad flags, and memory that is too small, end before weights load."""
+    cfg.resolve(cache)
     folder = serve.model_path or DEMO
     device = check_device(serve.device)
-    state_dtype = _choice("--mamba-ssm-dtype", serve.mamba_ssm_dtype or "float32", DTYPES)
     if serve.dtype != "auto":
         _choice("--dtype", serve.dtype, DTYPES)
     if not folder.is_dir():
         raise ConfigError("--model-path", folder, "must be a folder with config.json and safetensors", DEMO)
     model = load_model_config(folder)
+    shape = models.read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
+    cache = cfg.with_model(cache, shape.defaults, shape.hybrid)
+    resolved = cfg.resolve(cache)
     context = _context(serve, model)
     text = Text.load(folder)
+    state_dtype = _choice("--mamba-ssm-dtype", serve.mamba_ssm_dtype or shape.state_dtype, DTYPES)
+    dtype_name = serve.dtype if serve.dtype != "auto" else model.dtype or "float32"
+    sizes = cache.memory_budget, cache.mem_fraction_static, cache.max_mamba_cache_size, cache.max_total_tokens
+    if device.type == "cuda" and sizes == (None,) * 4:
+        cache = replace(cache, mem_fraction_static=DEFAULT_FRACTION)
+    costs = _costs(shape, resolved, serve.mamba_ssm_dtype or shape.state_dtype, dtype_name)
+    pools = size(cache, costs, context, lambda fraction: _free(folder, device, dtype_name, fraction))
     decoder = load_decoder(folder, device=device, dtype=serve.dtype)
-    pools = size(cache, model, decoder, state_dtype)
-    if pools.slots < resolved.strategy.reserved:
-        works = resolved.strategy.reserved * 8
-        raise ConfigError("--max-mamba-cache-size", pools.slots, "the memory leaves no room for one request", works)
-    strategy = resolved.strategy
-    rows = pools.rows // strategy.page * strategy.page
+    page = resolved.strategy.page
     memory = Memory(
         model,
         pools.slots,
-        rows + strategy.page - 1,
+        pools.rows + page - 1,
         kv_dtype=decoder.dtype,
         state_dtype=state_dtype,
         device=device,
     )
+    predicted = costs.footprint.slot, costs.footprint.row
+    assert (memory.slot_bytes, memory.row_bytes) == predicted, (
+        f"{memory.slot_bytes}, {memory.row_bytes}: not {predicted}"
+    )
     decoder.warm_up(memory)
-    limit, by_rows = sizing.running_limit(cache.max_running_requests, pools.slots, rows, context, strategy.reserved)
-    limits = Limits(by_rows, cache.chunked_prefill_size, context)
-    scheduler = Scheduler(rows, pools.slots, limits, strategy, resolved.policy)
-    dtype = str(decoder.dtype)
-    lines = [*resolved.notes]
-    lines += sizing.boot_lines(pools, memory.conv_bytes, memory.temporal_bytes, memory.kv_bytes, dtype)
-    if limit < by_rows:
-        lines.append(sizing.clamp_line(limit, pools.slots, strategy.reserved))
-    lines.append(f"max_total_num_tokens={rows}, max_running_requests={limit}, context_len={context}")
+    limits = Limits(pools.by_rows, cache.chunked_prefill_size, context)
+    scheduler = Scheduler(pools.rows, pools.slots, limits, resolved.strategy, resolved.policy)
+    lines = [*resolved.notes, *pools.notes, *sizing.boot_lines(costs, pools)]
+    headroom = sizing.headroom_line(pools, resolved.strategy.reserved, cfg.held_slots(resolved))
+    lines += [headroom] if headroom else []
+    lines += _grid_lines(resolved.strategy.grid, context)
+    lines.append(f"max_total_num_tokens={pools.rows}, max_running_requests={pools.limit}, context_len={context}")
     name = serve.served_model_name or (folder.resolve().name if serve.model_path else "milepost-demo")
     info = _info(serve, cache, resolved, {"slot_bytes": memory.slot_bytes, "row_bytes": memory.row_bytes})
-    info |= {"model_type": model.model_type, "context_length": context, "dtype": dtype}
-    info |= {"max_mamba_cache_size": pools.slots, "max_total_tokens": rows, "max_running_requests": limit}
+    info |= {"model_type": model.model_type, "context_length": context, "dtype": str(decoder.dtype)}
+    info |= {"max_mamba_cache_size": pools.slots, "max_total_tokens": pools.rows, "max_running_requests": pools.limit}
     executor = TorchExecutor(decoder, memory, strict=cache.strict_reuse)
     return Booted(EngineLoop(scheduler, executor, text, info), text, name, context, tuple(lines))
 
 
-def size(cache: cfg.CacheConfig, model: ModelConfig, decoder: Decoder, state_dtype: torch.dtype) -> sizing.PoolSizes:
-    """The pools asked for; what is not given comes out of the default budget at the default ratio."""
-    one = Memory(model, 0, 0, kv_dtype=decoder.dtype, state_dtype=state_dtype)
-    slots, rows = cache.max_mamba_cache_size, cache.max_total_tokens
-    pools = sizing.split(DEFAULT_BUDGET, one.slot_bytes, one.row_bytes, RATIO)
-    if slots is not None:
-        pools = sizing.rest(max(DEFAULT_BUDGET, 2 * slots * one.slot_bytes), one.slot_bytes, one.row_bytes, slots)
-    return sizing.PoolSizes(pools.slots, rows or pools.rows)
+def _grid_lines(grid: int, context: int) -> list[str]:
+    """Zero reuse by design is said, not left to be found."""
+    if grid == 1:
+        return []
+    if context <= grid:
+        return [f"the prefix cache is inert: requests of up to {context} tokens never reach the grid of {grid}"]
+    return [f"minimum length that can be reused: {grid} tokens, the checkpoint grid"]
+
+
+def _costs(shape: Model, resolved: cfg.Resolved, state_dtype: str, dtype: str) -> sizing.Costs:
+    """Bytes as milepost.model allocates them: windows and KV in the dtype of the weights."""
+    footprint = measure(shape, Layout(), Formats(state_dtype, dtype, dtype))
+    return sizing.Costs(footprint, resolved.strategy.reserved, resolved.strategy.page)
+
+
+def size(cache: cfg.CacheConfig, costs: sizing.Costs, context: int, free: Callable[[float], int]) -> sizing.Pools:
+    """The pools: of the budget, of a fraction of the memory, as pinned, or of a budget that suits any machine.
+
+    `free(fraction)` are the bytes for both pools. Without a budget, pinned sizes are taken as they are.
+    """
+    wish = sizing.Wish(
+        cache.mamba_full_memory_ratio or sizing.RATIO,
+        cache.max_mamba_cache_size,
+        cache.max_total_tokens,
+        cache.max_running_requests,
+        not cache.disable_radix_cache,
+        context,
+        cache.swa_full_tokens_ratio or sizing.WINDOW_RATIO,
+        cache.chunked_prefill_size,
+    )
+    if cache.memory_budget is not None:
+        return sizing.size(cache.memory_budget, costs, wish)
+    if cache.mem_fraction_static is not None:
+        return sizing.size(free(cache.mem_fraction_static), costs, replace(wish, memory_flag="--mem-fraction-static"))
+    budget = DEFAULT_BUDGET
+    if wish.slots is not None:
+        budget = max(budget, 2 * costs.states(wish.slots))
+    if wish.tokens is not None:
+        pools = sizing.size(budget, costs, replace(wish, tokens=None))
+        wish = replace(wish, slots=pools.slots)
+        budget = max(budget, costs.states(pools.slots) + wish.tokens * costs.row)
+    return sizing.size(budget, costs, wish)
+
+
+def _free(folder: Path, device: torch.device, dtype: str, fraction: float) -> int:
+    """Bytes for both pools when these and the weights may take `fraction` of the memory that is free now."""
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if dtype == "float32":
+        stored = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype"))
+        weights *= 2 if stored in ("bfloat16", "float16") else 1
+    return sizing.rest_memory(free_memory(device), weights, fraction)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device; for a CPU what the kernel calls available, within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
+    free = int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def check_device(name: str) -> torch.device:

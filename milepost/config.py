@@ -10,6 +10,7 @@ from pathlib import Path
 
 from milepost.core import checkpoint as cp
 from milepost.core.checkpoint import CHOICES, LEVELS, Cap, CheckpointPolicy, Reason, SlotStrategy
+from milepost.core.geometry import Defaults
 from milepost.errors import ConfigError
 
 STRATEGIES = ("exact", "extra_buffer", "extra_buffer_lazy", "no_buffer", "auto")
@@ -23,6 +24,10 @@ class CacheConfig:
     chunked_prefill_size: int = 2048
     max_mamba_cache_size: int | None = None
     max_total_tokens: int | None = None
+    mamba_full_memory_ratio: float | None = None
+    swa_full_tokens_ratio: float | None = None
+    mem_fraction_static: float | None = None
+    memory_budget: int | None = None
     hybrid_cache_checkpoints_level: int = 2
     checkpoint_at: str | None = None
     mamba_max_states_per_path: int | None = None
@@ -49,6 +54,7 @@ class ServeConfig:
     context_length: int | None = None
     enable_cache_report: bool = True
     enable_metrics: bool = True
+    keep_message_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ def resolve(config: CacheConfig) -> Resolved:
             f"must be at least {strategy.reserved}, the slots of one running request ({strategy.name})",
             strategy.reserved * 8,
         )
+    _sizes(config)
     rows = config.max_total_tokens
     if rows is not None and rows < strategy.page:
         raise ConfigError("--max-total-tokens", rows, f"must hold a page of {strategy.page}", strategy.page * 1024)
@@ -87,6 +94,53 @@ def resolve(config: CacheConfig) -> Resolved:
         allowed = f"must be a multiple of {strategy.grid} with --strict-reuse"
         raise ConfigError("--chunked-prefill-size", chunk, allowed, -(-chunk // strategy.grid) * strategy.grid)
     return Resolved(strategy, policy, tuple(_notes(config, strategy)))
+
+
+def with_model(config: CacheConfig, defaults: Defaults, hybrid: bool = True) -> CacheConfig:
+    """The flags with what the model sets unless the user did: ratios and the slot strategy.
+
+    A strategy that the flags rule out (strict reuse, no prefix cache, no overlap) is not put in.
+    Raises `ConfigError` where the user asks for a strategy that the architecture lacks.
+    """
+    ratio, windows, strategy = defaults.ratio, defaults.window_ratio, config.mamba_radix_cache_strategy
+    if strategy is not None and not hybrid:
+        allowed = "has no meaning for a model without recurrent states; leave it out"
+        raise ConfigError("--mamba-radix-cache-strategy", strategy, allowed, "exact (and a hybrid model)")
+    if config.mamba_full_memory_ratio is None and ratio is not None:
+        config = replace(config, mamba_full_memory_ratio=ratio)
+    if config.swa_full_tokens_ratio is None and windows is not None:
+        config = replace(config, swa_full_tokens_ratio=windows)
+    if not defaults.extra_buffer and strategy in ("extra_buffer", "extra_buffer_lazy"):
+        allowed = "needs snapshots inside a prefill, which this architecture lacks in SGLang"
+        raise ConfigError("--mamba-radix-cache-strategy", strategy, allowed, "no_buffer")
+    if not defaults.extra_buffer and strategy == "auto":
+        return replace(config, mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
+    if strategy is None and defaults.strategy and not (config.strict_reuse or config.disable_radix_cache):
+        lazy = defaults.strategy == "extra_buffer_lazy" and config.disable_overlap_schedule
+        return replace(config, mamba_radix_cache_strategy="extra_buffer" if lazy else defaults.strategy)
+    return config
+
+
+def held_slots(resolved: Resolved) -> int:
+    """Slots that a running request really holds: the working one, tracking ones, and a pinned checkpoint of chunks."""
+    strategy = resolved.strategy
+    pinned = strategy.rolling and Reason.CHUNK in resolved.policy.reasons
+    return min(strategy.reserved, 1 + strategy.tracking + pinned)
+
+
+def _sizes(config: CacheConfig) -> None:
+    """The flags that divide memory."""
+    ratio, windows, fraction = config.mamba_full_memory_ratio, config.swa_full_tokens_ratio, config.mem_fraction_static
+    if ratio is not None and not 0 < ratio < float("inf"):
+        raise ConfigError("--mamba-full-memory-ratio", ratio, "must be above 0", 0.9)
+    if windows is not None and not 0 < windows <= 1:
+        raise ConfigError("--swa-full-tokens-ratio", windows, "must be above 0 and at most 1", 0.8)
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError("--mem-fraction-static", fraction, "must be between 0 and 1", 0.85)
+    if config.memory_budget is not None and config.memory_budget < 1:
+        raise ConfigError("--memory-budget", config.memory_budget, "must be above 0", "4GiB")
+    if config.memory_budget is not None and fraction is not None:
+        raise ConfigError("--mem-fraction-static", fraction, "does not go with --memory-budget; leave one out", 0.85)
 
 
 def _notes(config: CacheConfig, strategy: SlotStrategy) -> list[str]:

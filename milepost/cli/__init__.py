@@ -9,6 +9,8 @@ from milepost.errors import MilepostError
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, as OpenAI does.",
+    "size": "Size both pools of a hybrid model before a boot.",
+    "replay": "Replay a request trace and say how much of its prompts is reused.",
 }
 
 

@@ -1,7 +1,9 @@
 """Flags that several commands share, and what turns them into frozen configs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any
 
 import click
@@ -25,11 +27,52 @@ class Int(click.ParamType):
             raise ConfigError(flag, value, "must be a whole number", self.works) from None
 
 
+class Number(click.ParamType):
+    """A number whose refusal names the flag, the value, what is allowed and what works, in one line."""
+
+    name = "number"
+
+    def __init__(self, works: float) -> None:
+        self.works = works
+
+    def convert(self, value: Any, param: click.Parameter | None, _context: click.Context | None) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            flag = param.opts[0] if param else "flag"
+            raise ConfigError(flag, value, "must be a number", self.works) from None
+
+
+UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}}
+UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+
+
+class Size(click.ParamType):
+    """Bytes: a number and a unit, binary (GiB) or decimal (GB)."""
+
+    name = "size"
+
+    def __init__(self, works: str) -> None:
+        self.works = works
+
+    def convert(self, value: Any, param: click.Parameter | None, _context: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(value).strip())
+        if match is None or match[2] not in UNITS:
+            flag = param.opts[0] if param else "flag"
+            allowed = "must be a number with a unit: B, MiB, GiB, or the decimal MB, GB"
+            raise ConfigError(flag, value, allowed, self.works)
+        return int(Fraction(match[1]) * UNITS[match[2]])
+
+
 CACHE_FLAGS = [
     click.option("--max-running-requests", type=Int(64), help="Requests that run at once."),
     click.option("--chunked-prefill-size", type=Int(2048), default=2048, help="Prefill tokens a step."),
     click.option("--max-mamba-cache-size", type=Int(64), help="State slots, checkpoints included."),
-    click.option("--max-total-tokens", type=Int(65536), help="KV rows."),
+    click.option("--max-total-tokens", type=Int(65536), help="KV rows, at most."),
+    click.option("--mamba-full-memory-ratio", type=Number(0.9), help="State pool : KV pool [0.9, or the model's]."),
+    click.option("--swa-full-tokens-ratio", type=Number(0.8), help="Window rows : KV rows [0.8, or the model's]."),
+    click.option("--mem-fraction-static", type=Number(0.85), help="Part of the memory for weights and both pools."),
+    click.option("--memory-budget", type=Size("4GiB"), metavar="SIZE", help="Bytes for both pools."),
     click.option(
         "--hybrid-cache-checkpoints-level",
         type=Int(2),

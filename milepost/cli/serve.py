@@ -19,6 +19,7 @@ SERVE_FLAGS = [
     click.option("--mamba-ssm-dtype", metavar="float32|bfloat16|float16", help="Of recurrent states [float32]."),
     click.option("--context-length", type=Int(4096), help="Tokens a request may reach [the model's]."),
     click.option("--enable-cache-report/--disable-cache-report", default=True, show_default=True),
+    click.option("--keep-message-end", is_flag=True, help="A checkpoint before the header of each answer."),
     click.option("--enable-metrics/--disable-metrics", default=True, show_default=True),
 ]
 
@@ -46,6 +47,7 @@ def serve(log_level: str, **values: Any) -> None:
         booted.context,
         cache_report=config.enable_cache_report,
         metrics=config.enable_metrics,
+        keep_message_end=config.keep_message_end,
     )
     booted.engine.start()
     try:

@@ -107,6 +107,7 @@ class EngineLoop:
             "waiting_requests": stats.waiting,
             "running_limit": stats.running_limit,
             "reserved_slots": stats.reserved_slots * stats.running,
+            "checkpoint_grid": self._scheduler.strategy.grid,
             "waiting_for_state_pool": stats.waiting_for == "state pool",
             "waiting_for_kv_pool": stats.waiting_for == "kv pool",
             "waiting_for_running_limit": stats.waiting_for == "running limit",

@@ -1,6 +1,7 @@
 """`milepost size` from the outside: what it prints, what it answers, what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -379,3 +380,23 @@ def test_a_log_of_something_else(tmp_path):
 def test_list_models():
     text = run("--list-models")
     assert "glm-5.3-flash" in text and "147,619,840" in text
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```text ?([\w.]*)\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [block.splitlines() for name, block in BLOCKS if not name]
+
+
+@pytest.mark.parametrize("lines", COMMANDS, ids=lambda lines: lines[0][-40:])
+def test_every_figure_of_the_page_is_printed(lines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, block in BLOCKS:
+        if name:
+            (tmp_path / name).write_text(block)
+    command, *shown = lines
+    assert command.startswith("$ milepost size ")
+    printed = {" ".join(line.split()) for line in run(command.removeprefix("$ milepost size ")).splitlines()}
+    missing = [line for line in shown if " ".join(line.split()) not in printed]
+    assert not missing, sorted(printed)
