@@ -18,8 +18,9 @@ from rich.table import Table
 
 from milepost.cli.replay import build
 from milepost.config import CacheConfig
+from milepost.sim.formats.detect import read
 from milepost.sim.replay import Replay
-from milepost.sim.trace import read
+from milepost.sim.trace import SegmentMaterial
 
 BUDGETS = {"agent": (1_200_000, 2_400_000, 4_800_000), "fork": (300_000, 600_000, 1_200_000)}
 EXCHANGE = (12_000, 1_632)
@@ -44,9 +45,9 @@ def rate(job: Job) -> float | None:
     rows = int(budget / (1 + split)) // 64 * 64
     if slots < (1 if strategy == "exact" else 5):
         return None
-    turns = read(trace)
+    turns = read(trace).turns
     scheduler = build(replace(flags, max_mamba_cache_size=slots, max_total_tokens=rows))
-    served = list(Replay(scheduler).sequential(turns))
+    served = list(Replay(scheduler, SegmentMaterial()).sequential(turns))
     return sum(s.cached for s in served) / sum(s.turn.prompt_len for s in served)
 
 

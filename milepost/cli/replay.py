@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from milepost.cli.flags import CACHE_FLAGS, flags, pick
 from milepost.config import CacheConfig, resolve
 from milepost.core.scheduler import Limits, Scheduler
 from milepost.errors import ConfigError
-from milepost.sim.replay import Cost, Replay, Served, latencies, summary
-from milepost.sim.trace import Turn, read
+from milepost.sim.cost import ConstantSpeed
+from milepost.sim.formats.detect import read
+from milepost.sim.replay import Arrivals, Replay, Served, latencies, summary
+from milepost.sim.trace import Turn, material
 
 ENDLESS = 1 << 40
 
@@ -35,9 +38,11 @@ def replay(trace: Path, **values: Any) -> None:
     for flag, name in (("--prefill-tps", "prefill_tps"), ("--decode-ms", "decode_ms")):
         if values[name] <= 0:
             raise ConfigError(flag, values[name], "must be above 0", 20)
-    turns = read(trace)
-    cost = Cost(values["prefill_tps"], values["decode_ms"] / 1e3)
-    served = _run(Replay(scheduler, cost, values["audit"]), turns, values["sequential"])
+    source = read(trace)
+    for note in source.notes:
+        click.echo(note, err=True)
+    cost = ConstantSpeed(values["prefill_tps"], values["decode_ms"] / 1e3)
+    served = _run(Replay(scheduler, material(source), cost, values["audit"]), source.turns, values["sequential"])
     if values["log"]:
         _write(values["log"], served)
     figures = summary(served, scheduler)
@@ -64,16 +69,17 @@ def build(cache: CacheConfig) -> Scheduler:
     return Scheduler(rows // page * page, slots, limits, resolved.strategy, resolved.policy)
 
 
-def _run(replay: Replay, turns: list[Turn], sequential: bool) -> list[Served]:
+def _run(replay: Replay, turns: Sequence[Turn], sequential: bool) -> list[Served]:
     columns = [TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("replay", total=len(turns))
         served = []
-        for one in replay.sequential(turns) if sequential else replay.arrivals(turns):
+        for one in replay.sequential(turns) if sequential else replay.run(Arrivals(turns)):
             served.append(one)
             progress.update(task, completed=len(served))
-    return served
+    place = {id(turn): i for i, turn in enumerate(turns)}
+    return sorted(served, key=lambda one: place[id(one.turn)])
 
 
 def _write(path: Path, served: list[Served]) -> None:

@@ -1,12 +1,15 @@
 """A trace through the same scheduler and cache as the engine's, in virtual time.
 
-`sequential`: one request at a time, each from start to finish before the next; arrivals are ignored. Otherwise
-open loop: requests are submitted when they arrive, whatever the state of the server, and a cost function says how
-long each step takes. Plans of decodes alone cover as many tokens as fit before the next arrival.
+A `Feed` says which turns come when: all at their arrivals, or each after the answer to the one before. The replay
+submits them, steps the scheduler, and lets plans of decodes alone cover as many tokens as fit before the next event.
+With a grain of g, the core's unit is a block of g tokens: pools and chunk are in blocks, reports in tokens.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
 
 import numpy as np
 
@@ -16,30 +19,14 @@ from milepost.core.pool import Owner
 from milepost.core.request import Finish, Request, Sampling
 from milepost.core.scheduler import Event, Scheduler
 from milepost.core.stats import Reuse
-from milepost.core.tokens import Tokens, pack
+from milepost.core.tokens import Tokens, length, pack
 from milepost.errors import RequestError
+from milepost.sim.cost import ConstantSpeed, Cost
 from milepost.sim.executor import Memory, SimExecutor
-from milepost.sim.trace import Turn, Vocabulary
+from milepost.sim.trace import Material, Turn
 
-LONG = 1 << 30
+FOREVER = 1 << 30
 """More tokens than any answer has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """A server of constant speed: a step takes its prefill tokens / `prefill_tps`, plus `decode_s` a decoded token."""
-
-    prefill_tps: float = 20_000.0
-    decode_s: float = 0.02
-
-    def __call__(self, plan: Plan) -> float:
-        prefill = sum(c.stop - c.start for c in plan.chunks if not c.decode)
-        decode = max((c.stop - c.start for c in plan.chunks if c.decode), default=0)
-        return prefill / self.prefill_tps + decode * self.decode_s
-
-    def span(self, seconds: float) -> int:
-        """Tokens that a plan of decodes alone may cover before `seconds` have passed."""
-        return max(1, int(seconds / self.decode_s)) if seconds < LONG else LONG
 
 
 @dataclass(slots=True)
@@ -47,6 +34,8 @@ class Served:
     """What became of one request of the trace. Times in virtual seconds; None: it never came to that."""
 
     turn: Turn
+    sent: float
+    grain: int
     reuse: Reuse | None = None
     refused: str | None = None
     finish: Finish | None = None
@@ -55,75 +44,129 @@ class Served:
 
     @property
     def cached(self) -> int:
-        return self.reuse.resume if self.reuse else 0
+        """Prompt tokens reused."""
+        return min(self.reuse.resume * self.grain, self.turn.prompt_len) if self.reuse else 0
+
+    @property
+    def missed(self) -> int:
+        """Prompt tokens that were cached once and had to be computed again."""
+        return (self.reuse.seen - self.reuse.resume) * self.grain if self.reuse else 0
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.refused is not None
 
     def record(self) -> dict[str, object]:
         """A line of the log."""
-        why: object = self.reuse.record() if self.reuse else self.refused
         return {
             "session": self.turn.session,
             "turn": self.turn.turn,
             "prompt": self.turn.prompt_len,
             "cached": self.cached,
-            "explanation": why,
+            "sent": self.sent,
+            "first_token": self.first_token,
+            "finished": self.finished,
+            "explanation": self.reuse.record() if self.reuse else self.refused,
         }
 
 
-class Replay:
-    """Feeds turns to a scheduler. `audited`: tagged memory, and the audit after each step."""
+class Feed(Protocol):
+    """Which turns come when, as (time, turn)."""
 
-    def __init__(self, scheduler: Scheduler, cost: Cost | None = None, audited: bool = False) -> None:
+    def first(self) -> Sequence[tuple[float, Turn]]: ...
+
+    def after(self, served: Served, now: float) -> Sequence[tuple[float, Turn]]:
+        """What follows the end (or refusal) of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Open loop: every turn at its arrival, whatever the state of the server."""
+
+    turns: Sequence[Turn]
+
+    def first(self) -> Sequence[tuple[float, Turn]]:
+        return [(turn.arrival or 0.0, turn) for turn in self.turns]
+
+    def after(self, _served: Served, _now: float) -> Sequence[tuple[float, Turn]]:
+        return ()
+
+
+class Replay:
+    """One server in virtual time. `audited`: tagged memory, and the audit after each step."""
+
+    def __init__(
+        self, scheduler: Scheduler, material: Material, cost: Cost | None = None, audited: bool = False
+    ) -> None:
         self.scheduler = scheduler
-        self.cost = cost or Cost()
+        self.material = material
+        self.cost = cost or ConstantSpeed()
         self.audited = audited
         cache = scheduler.cache
         memory = Memory(cache.rows.size + cache.rows.page, cache.slots.size) if audited else None
-        self._executor = SimExecutor(self._draw, self.cost, memory)
-        self._vocabulary = Vocabulary()
+        self._executor = SimExecutor(self._draw, self._seconds, memory)
         self._outputs: dict[Owner, Tokens] = {}
         self._served: dict[Owner, Served] = {}
+        self._finished: list[Served] = []
         self.now = 0.0
 
     def sequential(self, turns: Sequence[Turn]) -> Iterator[Served]:
-        """Each turn alone; yields what became of it."""
+        """Each turn from start to finish before the next; arrivals are ignored."""
         for turn in turns:
             served = self._submit(turn)
             while self.scheduler.busy:
-                self._step(LONG)
+                self._step(FOREVER)
+            self._finished.clear()
             yield served
 
-    def arrivals(self, turns: Sequence[Turn]) -> Iterator[Served]:
-        """Turns at their arrivals; yields each when its fate is known, in the order of the trace."""
-        everything = [Served(turn) for turn in turns]
-        order = sorted(range(len(turns)), key=lambda i: turns[i].arrival)
-        shown = 0
-        for place, i in enumerate(order):
-            self._advance(turns[i].arrival)
-            self._submit(turns[i], everything[i])
-            last = place == len(order) - 1
-            if last:
-                self._advance(float("inf"))
-            while shown < len(turns) and (everything[shown].finish or everything[shown].refused):
-                yield everything[shown]
-                shown += 1
+    def run(self, feed: Feed, until: float = float("inf")) -> Iterator[Served]:
+        """All that the feed brings before `until`, in the order in which it ends. What runs then drains."""
+        order = count()
+        events = [(time, next(order), turn) for time, turn in feed.first()]
+        heapq.heapify(events)
+        while events or self.scheduler.busy:
+            due = events[0][0] if events else float("inf")
+            if due <= self.now or not self.scheduler.busy:
+                if due >= until:
+                    events.clear()
+                    continue
+                self.now = max(self.now, due)
+                served = self._submit(heapq.heappop(events)[2])
+                if served.refused is not None:
+                    self._finished.append(served)
+            else:
+                self._step(self._span(due - self.now))
+            for served in self._finished:
+                for time, turn in feed.after(served, self.now):
+                    heapq.heappush(events, (time, next(order), turn))
+                yield served
+            self._finished.clear()
 
-    def _advance(self, until: float) -> None:
-        """Step until `until` is reached or nothing is left to do."""
-        while self.scheduler.busy and self.now < until:
-            self._step(self.cost.span(until - self.now))
-        if until != float("inf"):
-            self.now = max(self.now, until)
+    def _span(self, seconds: float) -> int:
+        """Units that a plan of decodes alone may cover before `seconds` have passed."""
+        running = self.scheduler.running()
+        if seconds >= FOREVER or not running:
+            return FOREVER
+        grain = self.material.grain
+        step = self.cost.seconds([], [s.known * grain for s in running], grain)
+        return max(1, int(seconds / step)) if step > 0 else FOREVER
 
-    def _submit(self, turn: Turn, served: Served | None = None) -> Served:
-        served = served or Served(turn)
-        prompt = pack(self._vocabulary.prompt(turn))
-        request = Request("", prompt, Sampling(max_new=turn.output_len), session=str(turn.session), arrived=self.now)
+    def _submit(self, turn: Turn) -> Served:
+        served = Served(turn, self.now, self.material.grain)
+        output = self.material.output(turn)
+        request = Request(
+            "",
+            pack(self.material.prompt(turn)),
+            Sampling(max_new=output.size),
+            session=str(turn.session),
+            arrived=self.now,
+        )
         try:
             number = self.scheduler.submit(request)
         except RequestError as error:
             served.refused = str(error)
         else:
-            self._outputs[number] = self._vocabulary.output(turn)
+            self._outputs[number] = output
             self._served[number] = served
         return served
 
@@ -143,40 +186,55 @@ class Replay:
             served.first_token = self.now
         if event.finish is not None:
             served.finish, served.reuse, served.finished = event.finish, event.reuse, self.now
+            self._finished.append(served)
             del self._served[event.sequence], self._outputs[event.sequence]
 
+    def _seconds(self, plan: Plan) -> float:
+        grain = self.material.grain
+        prefill = [(c.start * grain, c.stop * grain) for c in plan.chunks if not c.decode]
+        decodes = [c for c in plan.chunks if c.decode]
+        span = max((c.stop - c.start for c in decodes), default=0)
+        return self.cost.seconds(prefill, [c.start * grain for c in decodes], span * grain)
+
     def _draw(self, chunk: Chunk, _digest: int) -> tuple[int, ...]:
-        """The tokens that the trace says were generated."""
-        at = chunk.tokens.size * 4 - len(chunk.request.prompt)
-        return tuple(self._outputs[chunk.sequence][at // 4 : at // 4 + chunk.samples].tolist())
+        """What the trace says was generated."""
+        at = chunk.tokens.size - length(chunk.request.prompt)
+        return tuple(self._outputs[chunk.sequence][at : at + chunk.samples].tolist())
 
 
 def summary(served: Sequence[Served], scheduler: Scheduler) -> dict[str, object]:
-    """The figures of a replay, as JSON values."""
-    taken = [s for s in served if s.reuse is not None]
+    """The figures of a replay, as JSON values. Tokens, whatever the grain."""
     prompt = sum(s.turn.prompt_len for s in served)
     cached = sum(s.cached for s in served)
     return {
         "requests": len(served),
-        "refused": len(served) - len(taken),
+        "refused": sum(s.refused is not None for s in served),
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "hit_rate": cached / prompt if prompt else 0.0,
-        "missed": missed_by_reason(taken),
+        "output_tokens": sum(s.turn.output_len for s in served if s.finish is not None),
+        "missed": missed_by_reason(served),
         "counters": scheduler.counters.as_dict(),
     }
 
 
 def latencies(served: Sequence[Served]) -> dict[str, object]:
-    """Time to first token and to the end in virtual seconds, of a replay with arrivals."""
-    first = [s.first_token - s.turn.arrival for s in served if s.first_token is not None]
-    whole = [s.finished - s.turn.arrival for s in served if s.finished is not None]
-    return {
-        f"{name}_p{percent}": float(np.percentile(times, percent))
-        for name, times in (("ttft", first), ("e2e", whole))
-        for percent in (50, 99)
-        if times
-    }
+    """Seconds to the first token and to the end, and seconds per token after the first; percentiles."""
+    done = [s for s in served if s.first_token is not None and s.finished is not None]
+    figures: dict[str, object] = {}
+    for name, times in (
+        ("ttft", [s.first_token - s.sent for s in done if s.first_token is not None]),
+        ("e2e", [s.finished - s.sent for s in done if s.finished is not None]),
+        ("tpot", [_tpot(s) for s in done if s.turn.output_len > 1]),
+    ):
+        for percent in (50, 90, 99):
+            figures[f"{name}_p{percent}"] = float(np.percentile(times, percent)) if times else None
+    return figures
+
+
+def _tpot(served: Served) -> float:
+    assert served.finished is not None and served.first_token is not None
+    return (served.finished - served.first_token) / (served.turn.output_len - 1)
 
 
 def missed_by_reason(served: Sequence[Served]) -> dict[str, int]:
@@ -184,5 +242,5 @@ def missed_by_reason(served: Sequence[Served]) -> dict[str, int]:
     lost: dict[str, int] = {}
     for one in served:
         if one.reuse and one.reuse.loss:
-            lost[one.reuse.loss.value] = lost.get(one.reuse.loss.value, 0) + one.reuse.seen - one.reuse.resume
+            lost[one.reuse.loss.value] = lost.get(one.reuse.loss.value, 0) + one.missed
     return lost

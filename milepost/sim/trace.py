@@ -1,22 +1,20 @@
-"""Request traces: who asked for what, and when.
+"""Request traces in one normalised form: who asked for what, when, and what prompts share.
 
-Here: the segments format, a JSON object a line, sorted by arrival:
+A `Turn` says how long prompt and answer are and, if the trace knows, which tokens they are made of:
 
-    session, turn   whose request it is
-    arrival         seconds from the start
-    segments        [[segment id, length], …]: the prompt. Prompts share tokens exactly where they share ids from
-                    the start
-    output          [segment id, length], and output_len in tokens
+    Segments   named pieces of exact length; prompts share tokens exactly where they share pieces from the start
+    Blocks     ids of blocks of `block` tokens, run-length coded; an id stands for its block *and all before it*
+    None       lengths only: no hit rate can be told from such a trace
 
-A segment's tokens are a function of its id and the index alone.
+Times are seconds. `arrival` counts from the start of the trace; `think` is the wait after the end of the turn before it
+in the same session. A session may hang from another (a subagent): it starts `think` seconds after turn `after`
+of its parent has started, and the parent's next turn waits for it if it gates.
 """
 
-import gzip
-import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -24,80 +22,108 @@ from milepost.core.tokens import Tokens
 from milepost.errors import TraceError
 from milepost.sim.executor import scramble
 
-Segment = tuple[str, int]
+SessionId = str | int
+Run = tuple[int, int]
+"""(first id, count): the ids first … first + count − 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """`prompt` and `output` as (name, tokens)."""
+
+    prompt: tuple[tuple[str, int], ...]
+    output: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The full blocks of a prompt: floor(prompt / block) ids in runs; the partial tail has none.
+
+    `space` names the id space: ids of two spaces never mean the same tokens.
+    """
+
+    runs: tuple[Run, ...]
+    block: int
+    space: SessionId = ""
+
+    def ids(self) -> Tokens:
+        """int32 [blocks]."""
+        if not self.runs:
+            return np.empty(0, np.int32)
+        return np.concatenate([np.arange(start, start + count, dtype=np.int32) for start, count in self.runs])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a subagent's session hangs: at turn `after` of session `parent`; `gates`: that session waits for it."""
+
+    parent: SessionId
+    after: int
+    gates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a trace."""
+    """One request. Lengths in tokens; `turn` counts from 0 in its session."""
 
-    session: str | int
+    session: SessionId
     turn: int
-    arrival: float
-    segments: tuple[Segment, ...]
-    output: Segment
+    prompt_len: int
     output_len: int
+    identity: Segments | Blocks | None = None
+    arrival: float | None = None
+    think: float | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Turns in file order. `notes` are what a reader has to tell the user, a line each."""
+
+    name: str
+    turns: tuple[Turn, ...]
+    notes: tuple[str, ...] = ()
 
     @property
-    def prompt_len(self) -> int:
-        return sum(length for _, length in self.segments)
+    def has_identity(self) -> bool:
+        return all(turn.identity is not None for turn in self.turns)
+
+    @property
+    def block(self) -> int | None:
+        """Tokens of a block where prompts come in blocks; None for other traces."""
+        sizes = {turn.identity.block for turn in self.turns if isinstance(turn.identity, Blocks)}
+        return sizes.pop() if len(sizes) == 1 else None
 
 
-def read(path: Path) -> list[Turn]:
-    """All requests of a file, which may be gzipped. Raises `TraceError` with file and line."""
-    turns = []
-    for number, line in _lines(path):
-        try:
-            turns.append(_turn(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise TraceError(f"{path}:{number}: {what}") from error
-    if not turns:
-        raise TraceError(f"{path}: no requests in it")
-    return turns
+class Material(Protocol):
+    """The units that a replay feeds to the core: single tokens, or whole blocks.
+
+    `grain` is tokens a unit. Both methods return int32 [units]; an answer has at least one, of which all but the
+    last are fed.
+    """
+
+    grain: int
+
+    def prompt(self, turn: Turn) -> Tokens: ...
+
+    def output(self, turn: Turn) -> Tokens: ...
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt") if zipped else open(path) as text:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+class SegmentMaterial:
+    """Tokens of named segments, each a function of its name and the index alone. Made once."""
 
-
-def _turn(record: dict[str, object]) -> Turn:
-    if not isinstance(record, dict):
-        raise TypeError(f"an object is needed, not {type(record).__name__}")
-    session, arrival, turn, segments = (record[k] for k in ("session", "arrival", "turn", "segments"))
-    if not isinstance(session, str | int) or not isinstance(turn, int):
-        raise TypeError("session must be a string or a number, turn a number")
-    if not isinstance(arrival, int | float) or not isinstance(segments, list):
-        raise TypeError("arrival must be seconds, segments a list")
-    output_len = record["output_len"]
-    if not isinstance(output_len, int) or output_len < 1:
-        raise ValueError(f"output_len is {output_len}: at least 1 token is needed")
-    prompt = tuple(_segment(s) for s in segments)
-    if not prompt:
-        raise ValueError("segments is empty")
-    return Turn(session, turn, float(arrival), prompt, _segment(record["output"]), output_len)
-
-
-def _segment(pair: object) -> Segment:
-    match pair:
-        case [str(name), int(length)] if length > 0:
-            return name, length
-    raise ValueError(f"{pair!r} is not [segment id, length]")
-
-
-class Vocabulary:
-    """The tokens of segments, each made once."""
+    grain = 1
 
     def __init__(self) -> None:
         self._made: dict[str, Tokens] = {}
+
+    def prompt(self, turn: Turn) -> Tokens:
+        assert isinstance(turn.identity, Segments)
+        return np.concatenate([self.segment(*segment) for segment in turn.identity.prompt])
+
+    def output(self, turn: Turn) -> Tokens:
+        assert isinstance(turn.identity, Segments)
+        return self.segment(turn.identity.output[0], turn.output_len)
 
     def segment(self, name: str, length: int) -> Tokens:
         made = self._made.get(name)
@@ -107,8 +133,58 @@ class Vocabulary:
             made = self._made[name] = (mixed >> np.uint64(33)).astype(np.int32)
         return made[:length]
 
+
+class BlockMaterial:
+    """One unit a block. A prompt has its full blocks; an answer those that it completes, ending on a block.
+
+    What an answer's blocks are is told by the session's next prompt, where it repeats this one; else they are new.
+    So the state at a request's end lies at floor(consumed tokens / block) blocks.
+    """
+
+    def __init__(self, turns: Sequence[Turn], block: int) -> None:
+        self.grain = block
+        self._next: dict[tuple[SessionId, int], Turn] = {(t.session, t.turn - 1): t for t in turns}
+        self._spaces: dict[SessionId, int] = {}
+        self._fresh = 0
+
     def prompt(self, turn: Turn) -> Tokens:
-        return np.concatenate([self.segment(*segment) for segment in turn.segments])
+        ids = self._ids(turn)
+        return ids if ids.size else self._new(1)
 
     def output(self, turn: Turn) -> Tokens:
-        return self.segment(turn.output[0], turn.output_len)
+        start = max(1, turn.prompt_len // self.grain)
+        end = max(start, (turn.prompt_len + turn.output_len - 1) // self.grain)
+        count = end - start + 1
+        after = self._next.get((turn.session, turn.turn))
+        if after is not None:
+            prompt, ids = self._ids(turn), self._ids(after)
+            known = ids[start : start + count]
+            if prompt.size == start and np.array_equal(ids[:start], prompt):
+                return np.concatenate([known, self._new(count - known.size)])
+        return self._new(count)
+
+    def _ids(self, turn: Turn) -> Tokens:
+        """Ids that differ between spaces: each space gets a range of its own, as wide as its ids reach."""
+        assert isinstance(turn.identity, Blocks) and turn.identity.block == self.grain
+        ids = turn.identity.ids()
+        if turn.identity.space == "":
+            return ids
+        base = self._spaces.setdefault(turn.identity.space, len(self._spaces))
+        mixed = scramble((np.uint64(base) << np.uint64(32)) + ids.astype(np.uint64))
+        return (mixed >> np.uint64(33)).astype(np.int32)
+
+    def _new(self, count: int) -> Tokens:
+        """Ids that stand nowhere else."""
+        self._fresh += count
+        base = np.uint64(0xFFFFFFFF) << np.uint64(32)
+        mixed = scramble(base + np.arange(self._fresh - count, self._fresh, dtype=np.uint64))
+        return (mixed >> np.uint64(33)).astype(np.int32)
+
+
+def material(trace: Trace) -> Material:
+    """What to feed to the core. Raises `TraceError` for a trace that doesn't say what prompts share."""
+    if not trace.has_identity:
+        raise TraceError(f"{trace.name}: it has lengths only, no reuse information; a hit rate can't be told from it")
+    if trace.block is not None:
+        return BlockMaterial(trace.turns, trace.block)
+    return SegmentMaterial()

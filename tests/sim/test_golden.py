@@ -7,8 +7,9 @@ import pytest
 
 from milepost.cli.replay import build
 from milepost.config import CacheConfig
+from milepost.sim.formats.detect import read
 from milepost.sim.replay import Replay
-from milepost.sim.trace import read
+from milepost.sim.trace import SegmentMaterial
 from tests.shared import shared
 
 RUNS = [
@@ -42,8 +43,8 @@ def test_each_request_reuses_what_sglang_reused(run, audited):
         chunked_prefill_size=int(chunk),
         mamba_max_states_per_path=None if cap == "inf" else int(cap),
     )
-    turns = read(shared(f"traces/synthetic/{trace}.jsonl.gz"))
-    replay = Replay(build(flags), audited=audited)
+    turns = read(shared(f"traces/synthetic/{trace}.jsonl.gz")).turns
+    replay = Replay(build(flags), SegmentMaterial(), audited=audited)
     ours = [(s.turn.session, s.turn.turn, s.turn.prompt_len, s.cached) for s in replay.sequential(turns)]
     records = [json.loads(line) for line in golden.read_text().splitlines()]
     theirs = [(r["session"], r["turn"], r["prompt"], r["cached"]) for r in records]

@@ -10,8 +10,10 @@ from milepost.cli import cli
 from milepost.cli.replay import build
 from milepost.config import CacheConfig
 from milepost.errors import TraceError
-from milepost.sim.replay import Cost, Replay, summary
-from milepost.sim.trace import Vocabulary, read
+from milepost.sim.cost import ConstantSpeed
+from milepost.sim.formats.detect import read
+from milepost.sim.replay import Arrivals, Replay, summary
+from milepost.sim.trace import SegmentMaterial
 
 POOLS = ["--max-total-tokens", "20000", "--max-mamba-cache-size", "16"]
 
@@ -29,6 +31,10 @@ CHAT = [
 ]
 
 
+def server(rows=20_000, slots=16, **options):
+    return Replay(build(CacheConfig(max_total_tokens=rows, max_mamba_cache_size=slots)), SegmentMaterial(), **options)
+
+
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "chat.jsonl"
@@ -38,8 +44,10 @@ def trace(tmp_path):
 
 def test_sequential_reuse_is_exact(trace):
     """The fork at 500 is made by the second request; a turn reuses all that the one before consumed."""
-    replay = Replay(build(CacheConfig(max_total_tokens=20_000, max_mamba_cache_size=16)), audited=True)
-    served = list(replay.sequential(read(trace)))
+    replay = Replay(
+        build(CacheConfig(max_total_tokens=20_000, max_mamba_cache_size=16)), SegmentMaterial(), audited=True
+    )
+    served = list(replay.sequential(read(trace).turns))
     assert [s.cached for s in served] == [0, 0, 609, 500]
     assert [s.reuse.diverged_at for s in served] == [None, 500, None, 500]
     figures = summary(served, replay.scheduler)
@@ -49,9 +57,12 @@ def test_sequential_reuse_is_exact(trace):
 def test_arrivals_overlap_in_virtual_time(trace):
     """Two requests prefill together, so the second finds nothing of the first; decodes stop at arrivals."""
     replay = Replay(
-        build(CacheConfig(max_total_tokens=20_000, max_mamba_cache_size=16)), Cost(1000.0, 0.01), audited=True
+        build(CacheConfig(max_total_tokens=20_000, max_mamba_cache_size=16)),
+        SegmentMaterial(),
+        ConstantSpeed(1000.0, 0.01),
+        audited=True,
     )
-    served = list(replay.arrivals(read(trace)))
+    served = list(replay.run(Arrivals(read(trace).turns)))
     assert [s.cached for s in served] == [0, 0, 609, 0]
     # 600 tokens at 1,000 a second; the other prompt waits for the end of that step.
     assert served[0].first_token == pytest.approx(0.6)
@@ -61,15 +72,15 @@ def test_arrivals_overlap_in_virtual_time(trace):
 
 def test_same_trace_same_figures(trace):
     def once():
-        replay = Replay(build(CacheConfig(max_total_tokens=2_000, max_mamba_cache_size=3)))
-        return [(s.cached, s.finished) for s in replay.arrivals(read(trace))]
+        replay = server(2_000, 3)
+        return [(s.cached, s.finished) for s in replay.run(Arrivals(read(trace).turns))]
 
     assert once() == once()
 
 
 def test_segments_are_prefix_stable():
     """The tokens of a segment don't depend on how much of it was asked for first."""
-    one, other = Vocabulary(), Vocabulary()
+    one, other = SegmentMaterial(), SegmentMaterial()
     assert one.segment("a", 10).tolist() == other.segment("a", 1000)[:10].tolist()
     assert one.segment("a", 1000).tolist() == other.segment("a", 1000).tolist()
     assert one.segment("b", 10).tolist() != one.segment("a", 10).tolist()
@@ -94,10 +105,10 @@ def test_command_line(trace, tmp_path):
 
 
 def test_a_prompt_that_never_fits_is_refused_and_the_replay_goes_on(trace):
-    replay = Replay(build(CacheConfig(max_total_tokens=620, max_mamba_cache_size=4)), audited=True)
-    served = list(replay.arrivals(read(trace)))
-    assert [s.refused is None for s in served] == [True, False, False, True]
-    assert "709" not in served[0].record() and "620" in served[1].refused
+    replay = server(620, 4, audited=True)
+    served = {(s.turn.session, s.turn.turn): s for s in replay.run(Arrivals(read(trace).turns))}
+    assert [name for name, s in served.items() if s.refused is None] == [(0, 0), (1, 1)]
+    assert "709" in served[1, 0].refused and "620" in served[1, 0].refused
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""How long a step takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Cost(Protocol):
+    """Seconds of a step; all arguments in tokens.
+
+    `prefill`: (start, stop) of each stretch of prompt that the step computes. `contexts`: the length of each
+    sequence that decodes in it, by `tokens` tokens each.
+    """
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], contexts: Sequence[int], tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantSpeed:
+    """A server known by two figures: prefill tokens a second, and seconds of a decode step."""
+
+    prefill_tps: float = 20_000.0
+    decode_s: float = 0.02
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], contexts: Sequence[int], tokens: int) -> float:
+        work = sum(stop - start for start, stop in prefill) / self.prefill_tps
+        return work + (self.decode_s * tokens if contexts else 0.0)
