@@ -143,9 +143,14 @@ class BlockMaterial:
 
     def __init__(self, turns: Sequence[Turn], block: int) -> None:
         self.grain = block
-        self._next: dict[tuple[SessionId, int], Turn] = {(t.session, t.turn - 1): t for t in turns}
+        self._next: dict[tuple[SessionId, int], Turn] = {}
+        self.add(turns)
         self._spaces: dict[SessionId, int] = {}
         self._fresh = 0
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """More turns that may follow each other."""
+        self._next |= {(turn.session, turn.turn - 1): turn for turn in turns}
 
     def prompt(self, turn: Turn) -> Tokens:
         ids = self._ids(turn)

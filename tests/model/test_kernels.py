@@ -1,0 +1,191 @@
+"""Compiled kernels against plain tensor operations, on random inputs, in every dtype both support."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from milepost.errors import ModelError
+from milepost.model.config import AttentionSpec, GatedDeltaSpec
+from milepost.model.kernels import NumbaKernels, TorchKernels, choose_kernels
+from milepost.model.linear import Linear
+from milepost.model.work import DecodeWork
+
+BOTH = (torch.float32, torch.bfloat16)
+EPS = 1e-6
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return NumbaKernels()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def close(a, b, dtype):
+    """Equal up to the last bit or so of `dtype`; both must be finite and not all alike."""
+    assert a.dtype == b.dtype
+    assert torch.isfinite(b.float()).all()
+    assert b.float().std() > 0
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+
+def delta_layer(key_heads, value_heads, kernel):
+    spec = GatedDeltaSpec(key_heads, value_heads, key_dim=16, value_dim=24, kernel=kernel)
+    return SimpleNamespace(
+        spec=spec,
+        eps=EPS,
+        conv_weight=torch.randn(kernel, spec.channels) * 0.5,
+        rate=torch.rand(value_heads) + 0.2,
+        dt_bias=torch.randn(value_heads),
+        norm=1 + 0.2 * torch.randn(24),
+    )
+
+
+def decode_work(lengths, rows, slots, rotary_dim=8):
+    ids = np.random.default_rng(1).permutation(np.arange(1, rows + 1))[: sum(lengths)].astype(np.int32)
+    angles = torch.randn(len(lengths), rotary_dim // 2)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    return DecodeWork(np.array(slots, np.int64), ids, offsets, angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_add_norm(compiled, dtype, tokens):
+    stream, delta = (torch.randn(tokens, 50).to(dtype) for _ in range(2))
+    weight = torch.randn(50)
+    other = stream.clone()
+    close(compiled.add_norm(stream, delta, weight, EPS), TorchKernels().add_norm(other, delta, weight, EPS), dtype)
+    assert torch.equal(stream, other)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_silu_mul(compiled, dtype):
+    x = (torch.randn(5, 64) * 4).to(dtype)
+    x[0, 0], x[1, 0] = 200.0, -200.0  # the exponential saturates and does not overflow
+    close(compiled.silu_mul(x), TorchKernels().silu_mul(x), dtype)
+
+
+# Every pair of dtypes for one shape, other shapes in one: each combination is compiled when first met.
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "kernel", "dtype", "state_dtype"),
+    [(2, 6, 4, a, b) for a in BOTH for b in BOTH] + [(3, 3, 2, torch.float32, torch.float32)],
+)
+def test_delta_step(compiled, dtype, state_dtype, key_heads, value_heads, kernel):
+    layer = delta_layer(key_heads, value_heads, kernel)
+    spec = layer.spec
+    work = decode_work([1] * 5, 10, slots=[3, 8, 1, 6, 2])
+    projected = torch.randn(5, spec.channels + spec.value_width + 2 * value_heads).to(dtype)
+    conv = torch.randn(9, kernel - 1, spec.channels).to(dtype)
+    temporal = torch.randn(9, value_heads, 16, 24).to(state_dtype)
+    out = torch.zeros(5, spec.value_width, dtype=dtype)
+    conv2, temporal2, out2 = conv.clone(), temporal.clone(), out.clone()
+    before = temporal.clone()
+    for _ in range(3):
+        compiled.delta_step(layer, projected, work, conv, temporal, out)
+        TorchKernels().delta_step(layer, projected, work, conv2, temporal2, out2)
+        # The output sees the state before it is rounded, so both are as exact as the coarser of the dtypes.
+        close(out, out2, torch.bfloat16 if torch.bfloat16 in (dtype, state_dtype) else dtype)
+    close(temporal, temporal2, state_dtype)
+    assert torch.equal(conv, conv2)
+    untouched = [0, 4, 5, 7]
+    assert torch.equal(temporal[untouched], before[untouched])
+    assert not torch.equal(temporal[3], before[3])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype", "kv_dtype"),
+    [(4, 2, a, b) for a in BOTH for b in BOTH] + [(3, 3, *BOTH), (8, 1, torch.float32, torch.float32)],
+)
+def test_attention_step(compiled, dtype, kv_dtype, heads, kv_heads):
+    spec = AttentionSpec(heads, kv_heads, head_dim=32, rotary_dim=8, rope_theta=1e4)
+    layer = SimpleNamespace(spec=spec, eps=EPS, q_norm=1 + torch.randn(32), k_norm=1 + torch.randn(32))
+    work = decode_work([1, 70, 13, 2], 120, slots=[1, 2, 3, 4])
+    projected = torch.randn(4, (2 * heads + 2 * kv_heads) * 32).to(dtype)
+    keys, values = (torch.randn(121, kv_heads, 32).to(kv_dtype) for _ in range(2))
+    keys[0], values[0] = torch.nan, torch.nan  # the dummy row is never looked at by the compiled kernel
+    keys2, values2 = keys.nan_to_num(0), values.nan_to_num(0)
+    out = torch.zeros(4, heads * 32, dtype=dtype)
+    out2 = out.clone()
+    compiled.attention_step(layer, projected, work, keys, values, out)
+    TorchKernels().attention_step(layer, projected, work, keys2, values2, out2)
+    close(out, out2, torch.bfloat16 if torch.bfloat16 in (dtype, kv_dtype) else dtype)
+    close(keys[1:], keys2[1:], kv_dtype)
+    assert torch.equal(values[1:], values2[1:])
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(("key_heads", "value_heads", "kernel"), [(2, 6, 4), (3, 3, 3)])
+def test_prefill_kernels(compiled, dtype, key_heads, value_heads, kernel):
+    layer = delta_layer(key_heads, value_heads, kernel)
+    spec, plain = layer.spec, TorchKernels()
+    ext = torch.randn(60, spec.channels).to(dtype)
+    chunks = torch.randint(0, 60 - kernel + 1, (4, 16))
+    ours, theirs = compiled.convolve(layer, ext, chunks), plain.convolve(layer, ext, chunks)
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b.contiguous(), torch.float32)
+    beta, decay = torch.rand(4, value_heads, 16), -3 * torch.rand(4, value_heads, 16)
+    beta[3, :, 10:], decay[3, :, 10:] = 0, 0
+    a, b = compiled.chunk_terms(*ours, beta, decay), plain.chunk_terms(*theirs, beta, decay)
+    for name in ("values", "corrections", "queries", "keys", "scores", "decays"):
+        close(getattr(a, name), getattr(b, name), torch.float32)
+    x = torch.randn(4, value_heads, 16, 24)
+    place = torch.randperm(64)[:50]
+    projected = torch.randn(50, spec.channels + spec.value_width + 2 * value_heads).to(dtype)
+    out, out2 = (torch.zeros(50, spec.value_width, dtype=dtype) for _ in range(2))
+    compiled.gated_norm(layer, x, place, projected, out)
+    plain.gated_norm(layer, x, place, projected, out2)
+    close(out, out2, dtype)
+
+
+def test_chunk_form_equals_the_recurrence():
+    """The matrix form against the law it was derived from, step by step in float64."""
+    q, k = (torch.nn.functional.normalize(torch.randn(1, 1, 64, 8), dim=-1) for _ in range(2))
+    v, beta, decay = torch.randn(1, 1, 64, 8), torch.rand(1, 1, 64), -torch.rand(1, 1, 64)
+    k[0, 0, 20:40] = k[0, 0, 20]  # the same key again and again: the system is then at its worst
+    initial = torch.randn(8, 8)
+    terms = TorchKernels().chunk_terms(q, k, v, beta, decay)
+    d = terms.values[0, 0] - terms.corrections[0, 0] @ initial
+    o = terms.queries[0, 0] @ initial + terms.scores[0, 0] @ d
+    state = terms.decays[0, 0] * initial + terms.keys[0, 0].T @ d
+    s = initial.double()
+    q, k, v, beta, decay = (t[0, 0].double() for t in (q, k, v, beta, decay))
+    for t in range(64):
+        s = decay[t].exp() * s
+        s = s + torch.outer(k[t], beta[t] * (v[t] - s.T @ k[t]))
+        torch.testing.assert_close(o[t].double(), s.T @ q[t], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.double(), s, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_layout", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_linear_is_the_product(rows, keep_layout):
+    weight, x = torch.randn(33, 20), torch.randn(rows, 20)
+    y = Linear(weight, keep_layout=keep_layout)(x)
+    torch.testing.assert_close(y, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_choice_of_kernels():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert isinstance(choose_kernels("auto", cpu, torch.bfloat16), NumbaKernels)
+    for kernels in (
+        choose_kernels("auto", cuda, torch.bfloat16),
+        choose_kernels("auto", cpu, torch.float16),
+        choose_kernels("torch", cpu, torch.float32),
+    ):
+        assert type(kernels) is TorchKernels
+    with pytest.raises(ModelError, match="numba"):
+        choose_kernels("numba", cuda, torch.bfloat16)
+    with pytest.raises(ModelError, match="fast"):
+        choose_kernels("fast", cpu, torch.float32)
+
+
+def test_threads_stay_as_torch_has_them():
+    before = torch.get_num_threads()
+    NumbaKernels().silu_mul(torch.randn(4, 8))
+    assert torch.get_num_threads() == before

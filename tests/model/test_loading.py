@@ -1,0 +1,148 @@
+"""What can't be served is refused by name, with what would be supported."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from milepost.errors import ModelConfigError, ModelError, WeightsError
+from milepost.model import load_decoder, load_model_config, random_decoder
+from tests.model.oracle import Driver, random_tokens
+from tests.model.test_memory import QWEN_2B
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "'llama'", "qwen3_next"]),
+        ({"model_type": None}, ["model_type"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"attention_bias": True}, ["attention_bias", "True", "False"]),
+        ({"attn_output_gate": False}, ["attn_output_gate"]),
+        ({"layer_types": ["sliding_attention"] * 24}, ["layer_types", "sliding_attention", "full_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers = 24"]),
+        ({"hidden_size": 0}, ["hidden_size", "0", "at least 1"]),
+        ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "num_attention_heads = 8"]),
+        ({"linear_num_value_heads": 24}, ["linear_num_value_heads", "24", "16"]),
+        ({"linear_conv_kernel_dim": 1}, ["linear_conv_kernel_dim"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, ["rope_parameters", "yarn", "default"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "linear", "default"]),
+        ({"partial_rotary_factor": 0.005}, ["partial_rotary_factor", "0.005"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps", "-1"]),
+    ],
+)
+def test_a_config_that_is_not_supported(changes, words):
+    with pytest.raises(ModelConfigError) as error:
+        load_model_config({**QWEN_2B, **changes})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_too_many_experts_a_token():
+    moe = {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 5,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
+    with pytest.raises(ModelConfigError, match="num_experts_per_tok is 5"):
+        load_model_config({**QWEN_2B, **moe})
+
+
+def test_a_config_file_that_is_none(tmp_path):
+    with pytest.raises(ModelConfigError, match="can't be read"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelConfigError, match="list"):
+        load_model_config(tmp_path / "config.json")
+
+
+def test_what_a_config_says():
+    config = load_model_config({**QWEN_2B, "eos_token_id": [5, 6], "rope_theta": 1e7, "torch_dtype": "bfloat16"})
+    assert config.linear_layers == tuple(i for i in range(24) if i % 4 != 3)
+    assert config.attention_layers == tuple(range(3, 24, 4))
+    assert config.eos_token_ids == (5, 6)
+    assert config.dtype == "bfloat16"
+    assert config.attention.rope_theta == 1e7
+    assert config.attention.rotary_dim == 64
+
+
+def test_a_wrapper_gives_what_it_has():
+    wrapper = {"model_type": "qwen3_5", "text_config": QWEN_2B, "tie_word_embeddings": True, "eos_token_id": 9}
+    config = load_model_config(wrapper)
+    assert (config.model_type, config.tie_word_embeddings, config.eos_token_ids) == ("qwen3_5_text", True, (9,))
+
+
+@pytest.fixture
+def folder(goldens, tmp_path):
+    """A copy of a dense model whose tensors a test may spoil."""
+    source = goldens("qwen3_5_text").folder
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+
+    def spoil(change):
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return spoil
+
+
+def test_missing_tensors(folder):
+    name = "model.layers.1.linear_attn.A_log"
+    with pytest.raises(WeightsError, match=f"missing: {name}"):
+        load_decoder(folder(lambda tensors: tensors.pop(name)))
+
+
+def test_unexpected_tensors(folder):
+    with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.0\.extra"):
+        load_decoder(folder(lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(1)})))
+
+
+def test_a_tensor_of_another_shape(folder):
+    name = "model.layers.2.self_attn.k_proj.weight"
+    with pytest.raises(WeightsError, match=rf"another shape: {name} is \[3, 64\], not \[64, 64\]"):
+        load_decoder(folder(lambda tensors: tensors.update({name: torch.zeros(3, 64)})))
+
+
+def test_all_problems_at_once_but_not_without_end(folder):
+    def spoil(tensors):
+        for name in list(tensors):
+            if ".mlp." in name:
+                del tensors[name]
+
+    with pytest.raises(WeightsError, match=r"missing: .* and 7 more"):
+        load_decoder(folder(spoil))
+
+
+def test_files_that_are_missing_or_broken(folder, tmp_path):
+    folder(lambda _tensors: None).joinpath("model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"lacks model\.safetensors"):
+        load_decoder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(WeightsError, match="can't be read"):
+        load_decoder(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"lacks model-1\.safetensors"):
+        load_decoder(tmp_path)
+
+
+def test_a_dtype_that_is_none(goldens):
+    with pytest.raises(ModelError, match="int8"):
+        load_decoder(goldens("qwen3_5_text").folder, dtype="int8")
+
+
+def test_random_decoder_and_warm_up(golden):
+    config = load_model_config(golden.folder)
+    one, two = random_decoder(config, 1), random_decoder(config, 1)
+    logits = []
+    for decoder in (one, two):
+        driver = Driver(decoder)
+        decoder.warm_up(driver.memory)
+        logits.append(driver.feed(driver.sequence(random_tokens(0, 50)), [40] + [1] * 10))
+    assert torch.equal(*logits)
+    assert 0.3 < logits[0].std() < 3
