@@ -142,6 +142,7 @@ class Scheduler:
         """The chunks of running sequences, oldest first, and whether some had to be preempted for them."""
         chunks: list[Chunk] = []
         before = len(self._running)
+        self._grow_decodes()
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 continue
@@ -182,6 +183,13 @@ class Scheduler:
             if youngest is sequence:
                 return False
         return True
+
+    def _grow_decodes(self) -> None:
+        """The next page for all decodes that need one, at once, if so many are free: the common case, made cheap."""
+        short = [s for s in self._running.values() if s.decoding and s.held == s.computed]
+        if len(short) * self.strategy.page <= self.cache.rows.free:
+            for sequence, rows in zip(short, self.cache.rows.take_each([s.number for s in short]), strict=True):
+                sequence.hold(rows)
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue, leaving its prefix to the tree as any end does."""
