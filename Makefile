@@ -9,11 +9,11 @@ STAMP := $(VENV)/.installed-
 $(STAMP)serve: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,plan]'
 	touch $@
 
 $(STAMP)dev: $(STAMP)serve
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,plan,dev]'
 	touch $@
 
 .PHONY: serve test check mutants bench clean

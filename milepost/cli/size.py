@@ -93,14 +93,14 @@ def size(ctx: click.Context, as_json: bool, **values: Any) -> None:
     if values["boot_log"] is not None:
         answers = _from_log(values, given)
     else:
-        answers = size_answers(_setup(values, given, _model(values)))
+        answers = size_answers(setup(values, given, chosen_model(values)))
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
         print_answers(answers)
 
 
-def _model(values: dict[str, Any]) -> Model:
+def chosen_model(values: dict[str, Any]) -> Model:
     name, path = values["model"], values["config"]
     if (name is None) == (path is None):
         flag, value = ("--config", path) if path is not None else ("--model", "(not set)")
@@ -120,7 +120,7 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
     return raw, file.resolve().parent.name
 
 
-def _setup(values: dict[str, Any], given: dict[str, str], model: Model, rest: int | None = None) -> Setup:
+def setup(values: dict[str, Any], given: dict[str, str], model: Model, rest: int | None = None) -> Setup:
     """Everything that the answers need. `rest`: bytes for both pools if they are known already."""
     cache, resolved, notes = _cache(values, model)
     layout = Layout(values["tp"], values["pp"], values["dp_size"], values["dcp_size"])
@@ -407,7 +407,7 @@ def _from_log(values: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
     except MilepostError as error:
         raise ConfigError("--boot-log", path, str(error), "server.log") from None
     named = values["model"] is not None or values["config"] is not None
-    candidates = [_model(values)] if named else list(models.TABLE.values())
+    candidates = [chosen_model(values)] if named else list(models.TABLE.values())
     layout = Layout(values["tp"], values["pp"], values["dp_size"], values["dcp_size"])
     if "kv_cache_dtype" not in given and log.kv_dtype:
         values = {**values, "kv_cache_dtype": log.kv_dtype}
@@ -427,4 +427,4 @@ def _from_log(values: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
         read["mamba_radix_cache_strategy"] = STRATEGY_OF_SLOTS.get(log.reserved or 0, "auto")
     read = {name: value for name, value in read.items() if value is not None and name not in given}
     known = {**dict.fromkeys(read, "derived"), **given}
-    return log_answers(_setup({**values, **read}, known, model, log.rest), log, found)
+    return log_answers(setup({**values, **read}, known, model, log.rest), log, found)

@@ -1,6 +1,7 @@
 """The seam between deciding and acting: a `Plan` goes down, a `Result` comes up. Ids cross it, bytes never do."""
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
 
 from milepost.core.checkpoint import Reason
@@ -57,6 +58,17 @@ class Plan:
     @property
     def idle(self) -> bool:
         return not self.chunks
+
+    def digest(self) -> str:
+        """A fingerprint of all that is decided: equal plans, equal digests."""
+        found = blake2b(digest_size=16)
+        for copy in self.copies:
+            found.update(f"copy {copy.source} {copy.target};".encode())
+        for chunk in self.chunks:
+            marks = [(mark.position, mark.slot, mark.reason.value) for mark in chunk.marks]
+            place = (chunk.sequence, chunk.start, chunk.stop, chunk.slot, chunk.samples, chunk.decode, marks)
+            found.update(repr(place).encode() + chunk.tokens.tobytes() + chunk.rows.tobytes())
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 The rules are those of agentic replays (docs/planning.md):
 
 * A lane plays a session from the trace; when the whole tree has drained it takes the next one (`recycle`), or stops.
-* The first session of each lane starts in the middle: at a moment drawn from a window of its recorded duration. The turn
-  before that moment is warm-up: it is sent with its whole prompt and counts in no figure.
+* The first session of each lane starts in the middle: at a moment drawn from a window of its recorded duration. The
+  turn before that moment is warm-up: it is sent with its whole prompt and counts in no figure.
 * A turn follows the end of the one before by the recorded pause, shortened to `idle_cap` seconds.
 * A subagent starts when the turn that it hangs from has ended; the parent's next turn waits for those that gate it.
 * Each play of a session has ids of its own, so that two plays never share a prefix.

@@ -23,6 +23,7 @@ from milepost.core.tokens import Tokens, length, pack
 from milepost.errors import RequestError
 from milepost.sim.cost import ConstantSpeed, Cost
 from milepost.sim.executor import Memory, SimExecutor
+from milepost.sim.timeline import Timeline
 from milepost.sim.trace import Material, Turn
 
 FOREVER = 1 << 30
@@ -96,12 +97,18 @@ class Replay:
     """One server in virtual time. `audited`: tagged memory, and the audit after each step."""
 
     def __init__(
-        self, scheduler: Scheduler, material: Material, cost: Cost | None = None, audited: bool = False
+        self,
+        scheduler: Scheduler,
+        material: Material,
+        cost: Cost | None = None,
+        audited: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.material = material
         self.cost = cost or ConstantSpeed()
         self.audited = audited
+        self.timeline = timeline
         cache = scheduler.cache
         memory = Memory(cache.rows.size + cache.rows.page, cache.slots.size) if audited else None
         self._executor = SimExecutor(self._draw, self._seconds, memory)
@@ -177,6 +184,8 @@ class Replay:
         self.now += result.elapsed
         for event in self.scheduler.commit(result):
             self._note(event)
+        if self.timeline is not None:
+            self.timeline.note(self.now, result.elapsed, self.scheduler)
         if self.audited:
             check(self.scheduler)
 

@@ -8,7 +8,7 @@ A `Turn` says how long prompt and answer are and, if the trace knows, which toke
 
 Times are seconds. `arrival` counts from the start of the trace; `think` is the wait after the end of the turn before it
 in the same session. A session may hang from another (a subagent): it starts `think` seconds after turn `after`
-of its parent has started, and the parent's next turn waits for it if it gates.
+of its parent has ended, and the parent's next turn waits for it if it gates.
 """
 
 import zlib
@@ -27,6 +27,13 @@ Run = tuple[int, int]
 """(first id, count): the ids first … first + count − 1."""
 
 
+def expand(runs: Sequence[Run]) -> Tokens:
+    """int32 [sum of the counts]."""
+    if not runs:
+        return np.empty(0, np.int32)
+    return np.concatenate([np.arange(start, start + count, dtype=np.int32) for start, count in runs])
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
     """`prompt` and `output` as (name, tokens)."""
@@ -37,20 +44,21 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The full blocks of a prompt: floor(prompt / block) ids in runs; the partial tail has none.
+    """The full blocks of a prompt: floor(prompt / block) ids in runs (a block fewer where a format rounds).
 
-    `space` names the id space: ids of two spaces never mean the same tokens.
+    `space` names the id space: ids of two spaces never mean the same tokens. Some traces know more: `tail` is the id
+    of the partial last block, `answer` are the blocks that prompt and answer together complete after the prompt's.
     """
 
     runs: tuple[Run, ...]
     block: int
     space: SessionId = ""
+    tail: int | None = None
+    answer: tuple[Run, ...] = ()
 
     def ids(self) -> Tokens:
         """int32 [blocks]."""
-        if not self.runs:
-            return np.empty(0, np.int32)
-        return np.concatenate([np.arange(start, start + count, dtype=np.int32) for start, count in self.runs])
+        return expand(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. Lengths in tokens; `turn` counts from 0 in its session."""
+    """One request. Lengths in tokens; `turn` counts from 0 in its session; `took`: seconds at the recorded server."""
 
     session: SessionId
     turn: int
@@ -74,6 +82,7 @@ class Turn:
     arrival: float | None = None
     think: float | None = None
     link: Link | None = None
+    took: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,8 @@ class SegmentMaterial:
 class BlockMaterial:
     """One unit a block. A prompt has its full blocks; an answer those that it completes, ending on a block.
 
-    What an answer's blocks are is told by the session's next prompt, where it repeats this one; else they are new.
+    What an answer's blocks are is told by the trace, or by the session's next prompt where it repeats this one; else
+    they are new.
     So the state at a request's end lies at floor(consumed tokens / block) blocks.
     """
 
@@ -160,6 +170,10 @@ class BlockMaterial:
         start = max(1, turn.prompt_len // self.grain)
         end = max(start, (turn.prompt_len + turn.output_len - 1) // self.grain)
         count = end - start + 1
+        assert isinstance(turn.identity, Blocks)
+        if turn.identity.answer and turn.prompt_len >= self.grain:
+            known = self._mapped(expand(turn.identity.answer)[:count], turn.identity.space)
+            return np.concatenate([known, self._new(count - known.size)])
         after = self._next.get((turn.session, turn.turn))
         if after is not None:
             prompt, ids = self._ids(turn), self._ids(after)
@@ -171,10 +185,12 @@ class BlockMaterial:
     def _ids(self, turn: Turn) -> Tokens:
         """Ids that differ between spaces: each space gets a range of its own, as wide as its ids reach."""
         assert isinstance(turn.identity, Blocks) and turn.identity.block == self.grain
-        ids = turn.identity.ids()
-        if turn.identity.space == "":
+        return self._mapped(turn.identity.ids(), turn.identity.space)
+
+    def _mapped(self, ids: Tokens, space: SessionId) -> Tokens:
+        if space == "":
             return ids
-        base = self._spaces.setdefault(turn.identity.space, len(self._spaces))
+        base = self._spaces.setdefault(space, len(self._spaces))
         mixed = scramble((np.uint64(base) << np.uint64(32)) + ids.astype(np.uint64))
         return (mixed >> np.uint64(33)).astype(np.int32)
 
