@@ -25,3 +25,14 @@ class ConstantSpeed:
     def seconds(self, prefill: Sequence[tuple[int, int]], contexts: Sequence[int], tokens: int) -> float:
         work = sum(stop - start for start, stop in prefill) / self.prefill_tps
         return work + (self.decode_s * tokens if contexts else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Factors on computed seconds between which measured ones lie."""
+
+    low: float
+    high: float
+
+    def of(self, seconds: float) -> tuple[float, float]:
+        return self.low * seconds, self.high * seconds
