@@ -56,7 +56,7 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
     model = load_model_config(folder)
     shape = models.read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
     cache = cfg.with_model(cache, shape.defaults, shape.hybrid)
-    resolved = cfg.resolve(cache)
+    resolved = cfg.resolve(cache, windows=shape.window is not None)
     context = _context(serve, model)
     text = Text.load(folder)
     state_dtype = _choice("--mamba-ssm-dtype", serve.mamba_ssm_dtype or shape.state_dtype, DTYPES)

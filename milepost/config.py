@@ -55,6 +55,8 @@ class ServeConfig:
     enable_cache_report: bool = True
     enable_metrics: bool = True
     keep_message_end: bool = False
+    record_trace: str | None = None
+    record_block: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,13 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def resolve(config: CacheConfig) -> Resolved:
-    """Validate the flags against each other and turn them into core data. Raises `ConfigError`."""
+def resolve(config: CacheConfig, windows: bool = False) -> Resolved:
+    """Validate the flags against each other and turn them into core data. Raises `ConfigError`.
+
+    `windows`: the model has sliding-window layers.
+    """
     strategy = _strategy(config)
-    policy = _policy(config, strategy)
+    policy = _policy(config, strategy, windows)
     if config.mamba_path_cap is not None and config.mamba_path_cap not in ("lazy", "eager"):
         raise ConfigError("--mamba-path-cap", config.mamba_path_cap, "must be lazy or eager", "lazy")
     cap = Cap(config.mamba_path_cap) if config.mamba_path_cap else None
@@ -187,7 +192,7 @@ def _strategy(config: CacheConfig) -> SlotStrategy:
     return cp.extra_buffer(page, overlap=not config.disable_overlap_schedule)
 
 
-def _policy(config: CacheConfig, strategy: SlotStrategy) -> CheckpointPolicy:
+def _policy(config: CacheConfig, strategy: SlotStrategy, windows: bool) -> CheckpointPolicy:
     level, interval = config.hybrid_cache_checkpoints_level, config.mamba_track_interval
     if level not in LEVELS:
         raise ConfigError("--hybrid-cache-checkpoints-level", level, "must be 2 or 3", 2)
@@ -197,7 +202,7 @@ def _policy(config: CacheConfig, strategy: SlotStrategy) -> CheckpointPolicy:
         raise ConfigError(
             "--mamba-track-interval", interval, f"must be a multiple of the page of {strategy.page}", works
         )
-    policy = CheckpointPolicy.level(level, interval)
+    policy = CheckpointPolicy.level(level, interval, windows)
     if config.checkpoint_at is not None:
         policy = replace(policy, reasons=_reasons(config.checkpoint_at))
     cap = config.mamba_max_states_per_path

@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "resume inside an edge",
         "core/cache.py",
-        "        return Match(namespace, node, node.end, depth,",
-        "        return Match(namespace, node, depth if walk.partial else node.end, depth,",
+        "        return Match(namespace, node, walk.node, node.end, depth, why)\n",
+        "        return Match(namespace, node, walk.node, depth if walk.partial else node.end, depth, why)\n",
     ),
     Mutant(
         "acquire forgets to lock the leaf",
@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         "the last prompt token is taken from the cache",
         "core/scheduler.py",
-        "sequence.key(sequence.known - 1)",
-        "sequence.key(sequence.known)",
+        "sequence.key(sequence.known - 1), sequence.request.namespace",
+        "sequence.key(sequence.known), sequence.request.namespace",
     ),
 ]
 

@@ -48,8 +48,10 @@ class CheckpointPolicy:
     states_per_path: int | None = 1
 
     @staticmethod
-    def level(level: int, interval: int = 256) -> "CheckpointPolicy":
-        return CheckpointPolicy(LEVELS[level], interval, 1 if level == 2 else None)
+    def level(level: int, interval: int = 256, windows: bool = False) -> "CheckpointPolicy":
+        """A level's reasons and cap. Models with sliding `windows` keep chunk checkpoints at level 2 too."""
+        reasons = LEVELS[level] | ({Reason.CHUNK} if windows else set())
+        return CheckpointPolicy(reasons, interval, 1 if level == 2 else None)
 
 
 NO_CACHE = CheckpointPolicy(frozenset(), 256, None)

@@ -103,6 +103,17 @@ class CacheMachine(RuleBasedStateMachine):
             runner.rows[runner.held : stop] = rows
             runner.held = runner.computed = stop
 
+    @rule(key=KEYS, namespace=st.sampled_from(["", "", "other"]))
+    def serve(self, key: list[int], namespace: str) -> None:
+        """A request from start to finish: the interesting trees are made of many."""
+        before = self.number
+        self.start(key, namespace)
+        if self.number > before:
+            last = len(self.runners) - 1
+            self.grow(last, len(key), [])
+            self.restored(last)
+            self.leave(last, True, True)
+
     @precondition(lambda self: self.runners)
     @rule(index=st.integers(0, 99), back=st.integers(0, 3), reason=REASONS)
     def checkpoint(self, index: int, back: int, reason: Reason) -> None:

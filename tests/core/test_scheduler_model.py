@@ -161,3 +161,15 @@ def test_exhaustion_sweep(strategy, level):
             harness.drain(3_000)
             assert set(harness.ends) == set(harness.texts)
             harness.idle_check()
+
+
+def test_prompts_that_do_not_fit_together_take_turns():
+    """A fresh request waits for room for its whole prompt, besides what running prefills still have to take.
+
+    On a grid a step's budget is not always used up, so the third request could start behind the second's prefill.
+    """
+    harness = Harness(rows=100, slots=8, limits=Limits(4, 10, 1_000), strategy=small(cp.STRICT, 4))
+    numbers = [harness.submit([n] * size, max_new) for n, size, max_new in ((0, 13, 4), (1, 70, 10), (2, 70, 1))]
+    harness.drain()
+    assert harness.scheduler.counters.preempted_total == 0
+    assert list(harness.ends) == numbers
