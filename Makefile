@@ -22,7 +22,7 @@ serve: $(STAMP)serve  ## start the server on the embedded model; ARGS="--port 80
 	$(BIN)/milepost serve $(ARGS)
 
 test: check  ## everything that CI runs
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 	$(BIN)/python -m tests.mutants
 
 check: $(STAMP)dev  ## format, lint, types

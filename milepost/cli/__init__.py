@@ -10,7 +10,9 @@ from milepost.errors import MilepostError
 COMMANDS = {
     "serve": "Serve a model over HTTP, as OpenAI does.",
     "size": "Size both pools of a hybrid model before a boot.",
+    "plan": "Search memory split, strategy, level and cap for a trace, and say why.",
     "replay": "Replay a request trace and say how much of its prompts is reused.",
+    "trace": "Look at request traces, convert them, or make some up.",
 }
 
 

@@ -8,6 +8,7 @@ import click
 
 from milepost.cli.flags import CACHE_FLAGS, Int, flags, pick
 from milepost.config import CacheConfig, ServeConfig, resolve
+from milepost.engine.record import RecordingEngine, TraceFile, check
 
 SERVE_FLAGS = [
     click.option("--model-path", type=click.Path(path_type=Path), help="A Hugging Face folder [embedded model]."),
@@ -21,6 +22,8 @@ SERVE_FLAGS = [
     click.option("--enable-cache-report/--disable-cache-report", default=True, show_default=True),
     click.option("--keep-message-end", is_flag=True, help="A checkpoint before the header of each answer."),
     click.option("--enable-metrics/--disable-metrics", default=True, show_default=True),
+    click.option("--record-trace", metavar="FILE", help="Write each finished request, hashed, for replay and plan."),
+    click.option("--record-block", type=Int(64), default=64, show_default=True, help="Tokens of a recorded block."),
 ]
 
 
@@ -34,6 +37,9 @@ def serve(log_level: str, **values: Any) -> None:
     config = pick(ServeConfig, values)
     cache = pick(CacheConfig, values)
     resolve(cache)  # bad flags end here, before torch is even imported
+    record = Path(config.record_trace) if config.record_trace else None
+    if record is not None:
+        check(record, config.record_block)
     from milepost.boot import boot
     from milepost.server.app import create_app
     from milepost.server.protocol import ServerSettings
@@ -49,8 +55,12 @@ def serve(log_level: str, **values: Any) -> None:
         metrics=config.enable_metrics,
         keep_message_end=config.keep_message_end,
     )
+    file = TraceFile(record, booted.name, config.record_block) if record is not None else None
+    engine = RecordingEngine(booted.engine, file) if file is not None else booted.engine
     booted.engine.start()
     try:
-        run(create_app(booted.engine, booted.text, settings), config.host, config.port)
+        run(create_app(engine, booted.text, settings), config.host, config.port)
     finally:
         booted.engine.close()
+        if file is not None:
+            file.close()

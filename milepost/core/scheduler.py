@@ -28,11 +28,16 @@ from milepost.errors import InvalidRequest, PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_running` sequences at once; `chunk` prefill tokens a step; `context` tokens a sequence may reach."""
+    """`max_running` sequences at once; `chunk` prefill tokens a step; `context` tokens a sequence may reach.
+
+    `decode_every`: beside prefills, decodes take part in every n-th plan only. 1 in an engine; where the unit is a
+    block of n tokens (replays), a decode of one unit stands for n steps, so it has to wait for n chunks.
+    """
 
     max_running: int
     chunk: int
     context: int
+    decode_every: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Scheduler:
         self._waiting_for = ""
         self._numbers = 0
         self._step = 0
+        self._credit = 0
         self._plan: Plan | None = None
 
     # Requests
@@ -128,23 +134,30 @@ class Scheduler:
         assert self._plan is None, "plan before the last one was committed"
         self._step += 1
         budget = self.limits.chunk
-        chunks, preempted = self._continue(budget)
+        self._credit += 1
+        decodes = self._credit >= self.limits.decode_every
+        chunks, preempted = self._continue(budget, decodes)
         budget -= sum(c.stop - c.start for c in chunks if not c.decode)
         copies: list[Copy] = []
         if not preempted:
             self._admit(budget, chunks, copies)
+        if not chunks and not decodes:
+            decodes = True
+            chunks, _ = self._continue(0, decodes)
+        self._credit = 0 if decodes else self._credit
         if span > 1 and chunks and all(c.decode for c in chunks):
             chunks = self._stretch(chunks, span)
         self._plan = Plan(self._step, tuple(copies), tuple(self._with_marks(c) for c in chunks))
         return self._plan
 
-    def _continue(self, budget: int) -> tuple[list[Chunk], bool]:
+    def _continue(self, budget: int, decodes: bool) -> tuple[list[Chunk], bool]:
         """The chunks of running sequences, oldest first, and whether some had to be preempted for them."""
         chunks: list[Chunk] = []
         before = len(self._running)
-        self._grow_decodes()
+        if decodes:
+            self._grow_decodes()
         for sequence in list(self._running.values()):
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not Status.RUNNING or (sequence.decoding and not decodes):
                 continue
             stop = self._stop(sequence, budget)
             if stop == sequence.computed or not self._grow(sequence, stop):

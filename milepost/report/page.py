@@ -15,7 +15,8 @@ p.lead { color: #52606d; margin-top: 0 } .cards { display: flex; gap: 1rem; flex
 .card { border: 1px solid #d9e2ec; border-radius: 10px; padding: 0.9rem 1.1rem; flex: 1 1 420px }
 .card b.big { font-size: 1.5rem } code { background: #f0f4f8; padding: 0.5rem; display: block; border-radius: 6px;
 font-size: 0.85rem; overflow-wrap: anywhere } ul { padding-left: 1.2rem }
-table { border-collapse: collapse; width: 100%; font-size: 0.86rem } th, td { border-bottom: 1px solid #d9e2ec; padding: 0.3rem 0.5rem; text-align: right }
+table { border-collapse: collapse; width: 100%; font-size: 0.86rem }
+th, td { border-bottom: 1px solid #d9e2ec; padding: 0.3rem 0.5rem; text-align: right }
 th:first-child, td:first-child { text-align: left } tr.best td { background: #e6f4ea } .warn { background: #fff8e6;
 border-left: 4px solid #edae49; padding: 0.3rem 0.9rem } .note { color: #52606d; font-size: 0.9rem }
 """

@@ -97,7 +97,8 @@ def why(chosen: Judged, before: Judged | None) -> list[str]:
         b = before.candidate
         lines.append(
             f"The default ratio {DEFAULT_RATIO} gives {b.slots} slots and {b.rows:,} KV tokens: hit rate "
-            f"{_range(before.hit_rates)}, {_range(before.throughputs, 0)} output tokens/s. What it misses: {binds(before)}."
+            f"{_range(before.hit_rates)}, {_range(before.throughputs, 0)} output tokens/s. "
+            f"What it misses: {binds(before)}."
         )
     return lines
 

@@ -6,7 +6,8 @@ The rules are those of agentic replays (docs/planning.md):
 * The first session of each lane starts in the middle: at a moment drawn from a window of its recorded duration. The
   turn before that moment is warm-up: it is sent with its whole prompt and counts in no figure.
 * A turn follows the end of the one before by the recorded pause, shortened to `idle_cap` seconds.
-* A subagent starts when the turn that it hangs from has ended; the parent's next turn waits for those that gate it.
+* A subagent starts when the turn that it hangs from has ended; the parent's next turn waits for those that gate it
+  (its recorded pause contains that wait, so the pause counts from the end of the parent's turn).
 * Each play of a session has ids of its own, so that two plays never share a prefix.
 """
 
@@ -79,7 +80,9 @@ class _Play:
         self.number = number
         self.alive = 1
         self.gated: dict[SessionId, int] = {}
-        self.held: dict[SessionId, tuple[float, Turn]] = {}  # next turn of a parent, and its pause, behind its gates
+        self.held: dict[
+            SessionId, tuple[float, Turn]
+        ] = {}  # next turn of a parent behind its gates, and when it is due
 
     def turn(self, recorded: Turn) -> Turn:
         """A recorded turn with the names and ids of this play."""
@@ -129,10 +132,11 @@ class Lanes:
         turns = play.tree.sessions[session]
         if served.turn.turn + 1 < len(turns) and served.refused is None:
             following = turns[served.turn.turn + 1]
+            due = now + self._pause(following)
             if play.gated.get(session):
-                play.held[session] = (self._pause(following), following)
+                play.held[session] = (due, following)
             else:
-                events.append(self._send(play, session, following.turn, now + self._pause(following)))
+                events.append(self._send(play, session, following.turn, due))
             return events
         return [*events, *self._end(play, session, now)]
 
@@ -143,8 +147,8 @@ class Lanes:
         if link is not None and link.gates and play.gated.get(link.parent):
             play.gated[link.parent] -= 1
             if not play.gated[link.parent] and link.parent in play.held:
-                pause, following = play.held.pop(link.parent)
-                return [self._send(play, link.parent, following.turn, now + pause)]
+                due, following = play.held.pop(link.parent)
+                return [self._send(play, link.parent, following.turn, max(now, due))]
         if play.alive or not self.rules.recycle:
             return []
         return self._begin(play.lane, now, fresh=False)

@@ -125,7 +125,7 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
     policy = CheckpointPolicy(candidate.reasons, max(1, traffic.interval // grain), candidate.cap)
     strategy = strategy_in(grain, candidate.strategy, policy)
     rows = candidate.rows // grain // strategy.page * strategy.page
-    limits = Limits(candidate.limit, max(strategy.grid, traffic.chunk // grain), ENDLESS)
+    limits = Limits(candidate.limit, max(strategy.grid, traffic.chunk // grain), ENDLESS, decode_every=grain)
     scheduler = Scheduler(rows, candidate.slots, limits, strategy, policy)
     timeline = Timeline(sample or float("inf"))
     run = Replay(scheduler, stuff, traffic.cost, timeline=timeline)

@@ -147,8 +147,7 @@ class BlockMaterial:
     """One unit a block. A prompt has its full blocks; an answer those that it completes, ending on a block.
 
     What an answer's blocks are is told by the trace, or by the session's next prompt where it repeats this one; else
-    they are new.
-    So the state at a request's end lies at floor(consumed tokens / block) blocks.
+    they are new. So the state at a request's end lies at floor(consumed tokens / block) blocks.
     """
 
     def __init__(self, turns: Sequence[Turn], block: int) -> None:
@@ -167,20 +166,31 @@ class BlockMaterial:
         return ids if ids.size else self._new(1)
 
     def output(self, turn: Turn) -> Tokens:
+        assert isinstance(turn.identity, Blocks)
         start = max(1, turn.prompt_len // self.grain)
         end = max(start, (turn.prompt_len + turn.output_len - 1) // self.grain)
+        known, following = self._known(turn, start)
+        if start < following <= end:
+            end = following - 1
         count = end - start + 1
+        return np.concatenate([known[:count], self._new(max(0, count - known.size))])
+
+    def _known(self, turn: Turn, start: int) -> tuple[Tokens, int]:
+        """The answer's blocks as far as they are known, and how many the next prompt has if it repeats this one.
+
+        A next prompt without a full block beyond this answer could not resume at its end, because a match leaves the
+        last unit to be computed; with tokens it could. So the answer then ends a block earlier. 0: it doesn't repeat.
+        """
         assert isinstance(turn.identity, Blocks)
-        if turn.identity.answer and turn.prompt_len >= self.grain:
-            known = self._mapped(expand(turn.identity.answer)[:count], turn.identity.space)
-            return np.concatenate([known, self._new(count - known.size)])
+        known, following = np.empty(0, np.int32), 0
         after = self._next.get((turn.session, turn.turn))
         if after is not None:
             prompt, ids = self._ids(turn), self._ids(after)
-            known = ids[start : start + count]
             if prompt.size == start and np.array_equal(ids[:start], prompt):
-                return np.concatenate([known, self._new(count - known.size)])
-        return self._new(count)
+                known, following = ids[start:], ids.size
+        if turn.identity.answer and turn.prompt_len >= self.grain:
+            known = self._mapped(expand(turn.identity.answer), turn.identity.space)
+        return known, following
 
     def _ids(self, turn: Turn) -> Tokens:
         """Ids that differ between spaces: each space gets a range of its own, as wide as its ids reach."""
