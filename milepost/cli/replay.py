@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from milepost.cli.flags import CACHE_FLAGS, flags, pick
+from milepost.cli.flags import CACHE_FLAGS, Int, Number, flags, pick
 from milepost.config import CacheConfig, resolve
 from milepost.core.scheduler import Limits, Scheduler
 from milepost.errors import ConfigError
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.formats.detect import read
+from milepost.sim.lanes import LaneRules, Lanes
 from milepost.sim.replay import Arrivals, Replay, Served, latencies, summary
-from milepost.sim.trace import Turn, material
+from milepost.sim.timeline import Timeline
+from milepost.sim.trace import Trace, material
+from milepost.sim.units import scheduler_in
 
 ENDLESS = 1 << 40
 
@@ -29,33 +32,51 @@ ENDLESS = 1 << 40
 @click.option("--sequential", is_flag=True, help="One request at a time, in the order of the trace.")
 @click.option("--prefill-tps", type=float, default=20_000.0, show_default=True, help="Prefill tokens a second.")
 @click.option("--decode-ms", type=float, default=20.0, show_default=True, help="Milliseconds of a decode step.")
+@click.option("--lanes", type=Int(48), help="Closed loop: so many sessions are alive at once [open loop].")
+@click.option("--seconds", type=Number(3600), default=3600.0, show_default=True, help="Virtual time of a closed loop.")
+@click.option("--idle-cap", type=Number(300), default=300.0, show_default=True, help="Longest pause of a session, s.")
+@click.option("--seed", type=Int(0), default=0, help="Draws sessions and where they start, in closed loop.")
+@click.option("--grain", type=Int(64), help="Tokens of a unit: the trace's block [default], or 1.")
 @click.option("--audit", is_flag=True, help="Tagged memory, and the audit after each step (slow).")
 @click.option("--log", type=click.Path(path_type=Path), help="A JSON line per request, in the order of the trace.")
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON on standard output.")
 def replay(trace: Path, **values: Any) -> None:
     """Replay a request trace and say how much of its prompts is reused, and why no more."""
-    scheduler = build(pick(CacheConfig, values))
-    for flag, name in (("--prefill-tps", "prefill_tps"), ("--decode-ms", "decode_ms")):
-        if values[name] <= 0:
-            raise ConfigError(flag, values[name], "must be above 0", 20)
+    cache = pick(CacheConfig, values)
+    resolve(cache)
+    cost = _cost(values)
     source = read(trace)
     for note in source.notes:
         click.echo(note, err=True)
-    cost = ConstantSpeed(values["prefill_tps"], values["decode_ms"] / 1e3)
-    served = _run(Replay(scheduler, material(source), cost, values["audit"]), source.turns, values["sequential"])
+    stuff = material(source, values["grain"])
+    timeline = Timeline(float("inf"))
+    run = Replay(build(cache, stuff.grain), stuff, cost, values["audit"], timeline)
+    served = _run(run, source, values)
     if values["log"]:
         _write(values["log"], served)
-    figures = summary(served, scheduler)
+    figures = summary(served, run.scheduler, stuff.grain)
     if not values["sequential"]:
-        figures |= latencies(served)
+        figures |= latencies(served) | timeline.summary()
+        figures["output_tps"] = figures["output_tokens"] / run.now if run.now else 0.0
     if values["as_json"]:
         click.echo(json.dumps(figures, indent=2))
     else:
         _show(trace, figures)
 
 
-def build(cache: CacheConfig) -> Scheduler:
-    """A scheduler with the pools that the flags give."""
+def _cost(values: dict[str, Any]) -> ConstantSpeed:
+    for flag, name in (("--prefill-tps", "prefill_tps"), ("--decode-ms", "decode_ms"), ("--seconds", "seconds")):
+        if values[name] <= 0:
+            raise ConfigError(flag, values[name], "must be above 0", 20)
+    if values["lanes"] is not None and values["lanes"] < 1:
+        raise ConfigError("--lanes", values["lanes"], "must be at least 1", 48)
+    if values["lanes"] is not None and values["sequential"]:
+        raise ConfigError("--lanes", values["lanes"], "does not go with --sequential; leave one out", 48)
+    return ConstantSpeed(values["prefill_tps"], values["decode_ms"] / 1e3)
+
+
+def build(cache: CacheConfig, grain: int = 1) -> Scheduler:
+    """A scheduler with the pools that the flags give, in units of `grain` tokens."""
     resolved = resolve(cache)
     for note in resolved.notes:
         click.echo(note, err=True)
@@ -64,22 +85,28 @@ def build(cache: CacheConfig) -> Scheduler:
         raise ConfigError("--max-total-tokens", "(not given)", "is needed: the KV rows to replay with", 1_000_000)
     if slots is None:
         raise ConfigError("--max-mamba-cache-size", "(not given)", "is needed: the state slots to replay with", 128)
-    page = resolved.strategy.page
     limits = Limits(cache.max_running_requests or ENDLESS, cache.chunked_prefill_size, ENDLESS)
-    return Scheduler(rows // page * page, slots, limits, resolved.strategy, resolved.policy)
+    return scheduler_in(grain, (slots, rows), limits, resolved.strategy, resolved.policy)
 
 
-def _run(replay: Replay, turns: Sequence[Turn], sequential: bool) -> list[Served]:
+def _run(replay: Replay, source: Trace, values: dict[str, Any]) -> list[Served]:
+    """Requests in the order of the trace; those of a closed loop, warm-up left out, in the order of their ends."""
+    turns = source.turns
+    if values["lanes"] is not None:
+        rules = LaneRules(values["lanes"], values["seed"], values["idle_cap"])
+        lanes = Lanes(source, rules, replay.material)
+        ended = _watched(replay.run(lanes, values["seconds"]), None)
+        return [one for one in ended if not lanes.is_warm_up(one.turn)]
+    ended = _watched(replay.sequential(turns) if values["sequential"] else replay.run(Arrivals(turns)), len(turns))
+    place = {id(turn): i for i, turn in enumerate(turns)}
+    return sorted(ended, key=lambda one: place[id(one.turn)])
+
+
+def _watched(served: Iterator[Served], total: int | None) -> list[Served]:
     columns = [TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("replay", total=len(turns))
-        served = []
-        for one in replay.sequential(turns) if sequential else replay.run(Arrivals(turns)):
-            served.append(one)
-            progress.update(task, completed=len(served))
-    place = {id(turn): i for i, turn in enumerate(turns)}
-    return sorted(served, key=lambda one: place[id(one.turn)])
+        return list(progress.track(served, total=total, description="replay"))
 
 
 def _write(path: Path, served: list[Served]) -> None:
@@ -92,9 +119,12 @@ def _write(path: Path, served: list[Served]) -> None:
 
 def _show(trace: Path, figures: dict[str, Any]) -> None:
     table = Table(title=f"{trace.name}: {figures['hit_rate']:.1%} of prompt tokens reused", show_header=False)
-    lost, counters = figures.pop("missed"), figures.pop("counters")
+    lost, counters, waited = figures.pop("missed"), figures.pop("counters"), figures.pop("waited_s", {})
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if value is not None else "-"
+        table.add_row(name.replace("_", " "), shown)
+    for reason, seconds in waited.items():
+        table.add_row(f"seconds with somebody waiting for: {reason}", f"{seconds:,.1f}")
     for reason, tokens in lost.items():
         table.add_row(f"missed: {reason}", f"{tokens:,}")
     for name, value in counters.items():

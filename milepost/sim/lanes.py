@@ -18,7 +18,7 @@ import numpy as np
 
 from milepost.errors import TraceError
 from milepost.sim.replay import Served
-from milepost.sim.trace import BlockMaterial, Blocks, Segments, SessionId, Trace, Turn
+from milepost.sim.trace import BlockMaterial, Blocks, Segments, SessionId, TokenMaterial, Trace, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Lanes:
     def __init__(self, trace: Trace, rules: LaneRules, material: object) -> None:
         self.rules = rules
         self._trees = trees(trace)
-        self._material = material if isinstance(material, BlockMaterial) else None
+        self._material = material if isinstance(material, BlockMaterial | TokenMaterial) else None
         self._chance = np.random.default_rng(rules.seed)
         self._order = self._shuffled()
         self._plays: dict[str, _Play] = {}

@@ -9,21 +9,21 @@ bistable, and a mean hides that.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from math import lcm
 from typing import Any
 
 import numpy as np
 
 from milepost.core import checkpoint as cp
 from milepost.core.checkpoint import CHOICES, LEVELS, CheckpointPolicy, Reason, SlotStrategy
-from milepost.core.scheduler import Limits, Scheduler
+from milepost.core.scheduler import Limits
 from milepost.core.sizing import Costs, Wish, size
 from milepost.errors import ConfigError
 from milepost.sim.cost import Cost
 from milepost.sim.lanes import LaneRules, Lanes
 from milepost.sim.replay import Arrivals, Replay, Served, latencies, missed_by_reason
 from milepost.sim.timeline import Timeline
-from milepost.sim.trace import BlockMaterial, Trace, Turn, material
+from milepost.sim.trace import BlockMaterial, Material, Trace, Turn, material
+from milepost.sim.units import scheduler_in
 
 STRATEGIES: dict[str, SlotStrategy] = {
     "exact": cp.EXACT,
@@ -110,23 +110,13 @@ class Outcome:
         return {**asdict(self), "candidate": self.candidate.name}
 
 
-def strategy_in(units: int, name: str, policy: CheckpointPolicy) -> SlotStrategy:
-    """A strategy whose page and grid are counted in blocks of `units` tokens, at least one."""
-    strategy = STRATEGIES[name]
-    page = max(1, strategy.page // units)
-    grid = lcm(max(1, strategy.grid // units), page)
-    return cp.with_cap(replace(strategy, page=page, grid=grid), None, policy)
-
-
 def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.0) -> Outcome:
     """One run. `sample`: seconds between samples of the pools over time; 0 keeps none."""
-    stuff = material(traffic.trace) if traffic.rules is None else _lane_material(traffic.trace)
-    grain = stuff.grain
-    policy = CheckpointPolicy(candidate.reasons, max(1, traffic.interval // grain), candidate.cap)
-    strategy = strategy_in(grain, candidate.strategy, policy)
-    rows = candidate.rows // grain // strategy.page * strategy.page
-    limits = Limits(candidate.limit, max(strategy.grid, traffic.chunk // grain), ENDLESS, decode_every=grain)
-    scheduler = Scheduler(rows, candidate.slots, limits, strategy, policy)
+    stuff = material(traffic.trace) if traffic.rules is None else lane_material(traffic.trace)
+    policy = CheckpointPolicy(candidate.reasons, traffic.interval, candidate.cap)
+    strategy = cp.with_cap(STRATEGIES[candidate.strategy], None, policy)
+    limits = Limits(candidate.limit, traffic.chunk, ENDLESS)
+    scheduler = scheduler_in(stuff.grain, (candidate.slots, candidate.rows), limits, strategy, policy)
     timeline = Timeline(sample or float("inf"))
     run = Replay(scheduler, stuff, traffic.cost, timeline=timeline)
     if traffic.rules is None:
@@ -137,7 +127,8 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
     return _outcome(candidate, seed, served, run, timeline)
 
 
-def _lane_material(trace: Trace) -> Any:
+def lane_material(trace: Trace) -> Material:
+    """Material to which plays of sessions are added as they begin."""
     return BlockMaterial((), trace.block) if trace.block is not None else material(trace)
 
 

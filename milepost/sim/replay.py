@@ -211,8 +211,9 @@ class Replay:
         return tuple(self._outputs[chunk.sequence][at : at + chunk.samples].tolist())
 
 
-def summary(served: Sequence[Served], scheduler: Scheduler) -> dict[str, object]:
+def summary(served: Sequence[Served], scheduler: Scheduler, grain: int = 1) -> dict[str, object]:
     """The figures of a replay, as JSON values. Tokens, whatever the grain."""
+    counters = scheduler.counters.as_dict()
     prompt = sum(s.turn.prompt_len for s in served)
     cached = sum(s.cached for s in served)
     return {
@@ -223,7 +224,7 @@ def summary(served: Sequence[Served], scheduler: Scheduler) -> dict[str, object]
         "hit_rate": cached / prompt if prompt else 0.0,
         "output_tokens": sum(s.turn.output_len for s in served if s.finish is not None),
         "missed": missed_by_reason(served),
-        "counters": scheduler.counters.as_dict(),
+        "counters": {name: count * grain if "tokens" in name else count for name, count in counters.items()},
     }
 
 

@@ -35,3 +35,7 @@ class Timeline:
     @property
     def mean_running(self) -> float:
         return self.running_seconds / self.total_seconds if self.total_seconds else 0.0
+
+    def summary(self) -> dict[str, object]:
+        """Means and peaks, and the seconds in which the head of the queue waited, by what it waited for."""
+        return {"running_mean": self.mean_running, "running_peak": self.peak_running, "waited_s": dict(self.waited)}

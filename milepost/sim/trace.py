@@ -163,19 +163,24 @@ class BlockMaterial:
 
     def prompt(self, turn: Turn) -> Tokens:
         ids = self._ids(turn)
-        return ids if ids.size else self._new(1)
+        return ids if ids.size else self.new(1)
 
     def output(self, turn: Turn) -> Tokens:
         assert isinstance(turn.identity, Blocks)
         start = max(1, turn.prompt_len // self.grain)
         end = max(start, (turn.prompt_len + turn.output_len - 1) // self.grain)
-        known, following = self._known(turn, start)
+        known, following = self._behind(turn, start)
         if start < following <= end:
             end = following - 1
         count = end - start + 1
-        return np.concatenate([known[:count], self._new(max(0, count - known.size))])
+        return np.concatenate([known[:count], self.new(max(0, count - known.size))])
 
-    def _known(self, turn: Turn, start: int) -> tuple[Tokens, int]:
+    def known(self, turn: Turn) -> Tokens:
+        """All ids that are known of a prompt and its answer, from position 0 on."""
+        prompt = self._ids(turn)
+        return np.concatenate([prompt, self._behind(turn, prompt.size)[0]]) if prompt.size else prompt
+
+    def _behind(self, turn: Turn, start: int) -> tuple[Tokens, int]:
         """The answer's blocks as far as they are known, and how many the next prompt has if it repeats this one.
 
         A next prompt without a full block beyond this answer could not resume at its end, because a match leaves the
@@ -204,7 +209,7 @@ class BlockMaterial:
         mixed = scramble((np.uint64(base) << np.uint64(32)) + ids.astype(np.uint64))
         return (mixed >> np.uint64(33)).astype(np.int32)
 
-    def _new(self, count: int) -> Tokens:
+    def new(self, count: int) -> Tokens:
         """Ids that stand nowhere else."""
         self._fresh += count
         base = np.uint64(0xFFFFFFFF) << np.uint64(32)
@@ -212,10 +217,53 @@ class BlockMaterial:
         return (mixed >> np.uint64(33)).astype(np.int32)
 
 
-def material(trace: Trace) -> Material:
-    """What to feed to the core. Raises `TraceError` for a trace that doesn't say what prompts share."""
+class TokenMaterial:
+    """Blocks spelled out in tokens, each a function of its block's id and its place in it; what has no id is new.
+
+    Exact to the token where the trace is, and as many times slower than `BlockMaterial` as a block has tokens.
+    """
+
+    grain = 1
+
+    def __init__(self, turns: Sequence[Turn], block: int) -> None:
+        self._blocks = BlockMaterial(turns, block)
+        self._block = block
+        self._last: tuple[Turn, Tokens] | None = None
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """More turns that may follow each other."""
+        self._blocks.add(turns)
+
+    def prompt(self, turn: Turn) -> Tokens:
+        return self._whole(turn)[: max(1, turn.prompt_len)]
+
+    def output(self, turn: Turn) -> Tokens:
+        return self._whole(turn)[max(1, turn.prompt_len) :]
+
+    def _whole(self, turn: Turn) -> Tokens:
+        """Prompt and answer. The block that holds the end of the one and the start of the other is known as a whole."""
+        if self._last is None or self._last[0] is not turn:
+            ids = self._blocks.known(turn)
+            size = max(1, turn.prompt_len) + max(1, turn.output_len)
+            inside = np.tile(np.arange(self._block, dtype=np.uint64), ids.size)
+            told = (
+                scramble((np.repeat(ids, self._block).astype(np.uint64) << np.uint64(20)) + inside) >> np.uint64(33)
+            ).astype(np.int32)[:size]
+            self._last = turn, np.concatenate([told, self._blocks.new(size - told.size)])
+        return self._last[1]
+
+
+def material(trace: Trace, grain: int | None = None) -> Material:
+    """What to feed to the core. `grain` in tokens: the trace's block [default], or 1 to spell blocks out.
+
+    Raises `TraceError` for a trace that doesn't say what prompts share, and for a grain that it can't be told in.
+    """
     if not trace.has_identity:
         raise TraceError(f"{trace.name}: it has lengths only, no reuse information; a hit rate can't be told from it")
-    if trace.block is not None:
-        return BlockMaterial(trace.turns, trace.block)
-    return SegmentMaterial()
+    block = trace.block
+    if grain not in (None, 1, block):
+        allowed = "1" if block is None else f"1 or {block}"
+        raise TraceError(f"{trace.name}: a grain of {grain} tokens is not possible; possible is {allowed}")
+    if block is None:
+        return SegmentMaterial()
+    return TokenMaterial(trace.turns, block) if grain == 1 else BlockMaterial(trace.turns, block)

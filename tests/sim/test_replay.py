@@ -13,7 +13,7 @@ from milepost.errors import TraceError
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.formats.detect import read
 from milepost.sim.replay import Arrivals, Replay, summary
-from milepost.sim.trace import SegmentMaterial
+from milepost.sim.trace import Blocks, SegmentMaterial, Trace, Turn, material
 
 POOLS = ["--max-total-tokens", "20000", "--max-mamba-cache-size", "16"]
 
@@ -128,3 +128,33 @@ def test_bad_traces_name_file_and_line(tmp_path, text, complaint):
     with pytest.raises(TraceError) as error:
         read(path)
     assert str(path) in str(error.value) and complaint in str(error.value)
+
+
+def agents() -> Trace:
+    """Two sessions whose prompts repeat the answers before them, in blocks of 64; the lengths are off the grid."""
+    turns = []
+    for name in range(2):
+        for turn in range(6):
+            size = 700 + 150 * turn
+            turns.append(Turn(name, turn, size, 40, Blocks(((0, size // 64),), 64, name), arrival=10.0 * turn))
+    return Trace("agents", tuple(turns))
+
+
+@pytest.mark.parametrize("strategy", ["exact", "extra_buffer"])
+def test_blocks_and_tokens_tell_the_same_story(strategy):
+    """At the block's grain each request reuses what it does at single tokens, to within two blocks."""
+    cached = {}
+    for grain in (64, 1):
+        stuff = material(agents(), grain)
+        flags = CacheConfig(max_total_tokens=64_000, max_mamba_cache_size=40, mamba_radix_cache_strategy=strategy)
+        replay = Replay(build(flags, grain), stuff, audited=True)
+        cached[grain] = [s.cached for s in replay.sequential(agents().turns)]
+    assert all(abs(block - token) <= 128 for block, token in zip(cached[64], cached[1], strict=True))
+    assert min(cached[1][1:6]) > 0
+    if strategy == "exact":
+        assert cached[1][1:6] == [t.prompt_len + 39 for t in agents().turns[:5]], "to the token"
+
+
+def test_a_grain_that_is_not_possible_is_refused():
+    with pytest.raises(TraceError, match="possible is 1 or 64"):
+        material(agents(), 32)
