@@ -18,7 +18,7 @@ font-size: 0.85rem; overflow-wrap: anywhere } ul { padding-left: 1.2rem }
 table { border-collapse: collapse; width: 100%; font-size: 0.86rem }
 th, td { border-bottom: 1px solid #d9e2ec; padding: 0.3rem 0.5rem; text-align: right }
 th:first-child, td:first-child { text-align: left } tr.best td { background: #e6f4ea } .warn { background: #fff8e6;
-border-left: 4px solid #edae49; padding: 0.3rem 0.9rem } .note { color: #52606d; font-size: 0.9rem }
+border-left: 4px solid #edae49; padding: 0.3rem 0.9rem 0.3rem 2rem } .note { color: #52606d; font-size: 0.9rem }
 """
 
 
