@@ -19,6 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "sim": ({"core", "sim"}, {"numpy"}),
     "model": ({"model"}, {"numpy", "torch", "numba", "llvmlite", "safetensors"}),
     "engine": ({"core", "model", "storage", "engine"}, {"numpy", "torch", "tokenizers", "jinja2"}),
+    "report": ({"report"}, {"plotly", "matplotlib"}),
     "server": ({"core.request", "core.tokens", "engine.facade", "engine.text", "server"}, None),
 }
 STANDARD = set(sys.stdlib_module_names)
