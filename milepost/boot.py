@@ -83,7 +83,7 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
     decoder.warm_up(memory)
     limits = Limits(pools.by_rows, cache.chunked_prefill_size, context)
     scheduler = Scheduler(pools.rows, pools.slots, limits, resolved.strategy, resolved.policy)
-    lines = [*resolved.notes, *pools.notes, *sizing.boot_lines(costs, pools)]
+    lines = [*resolved.notes, *pools.notes, *sizing.boot_lines(costs, pools, whole_kv=True)]
     headroom = sizing.headroom_line(pools, resolved.strategy.reserved, cfg.held_slots(resolved))
     lines += [headroom] if headroom else []
     lines += _grid_lines(resolved.strategy.grid, context)

@@ -250,8 +250,11 @@ def _budget_for(costs: Costs, wish: Wish, least: int) -> int:
 # --- what a boot prints ---------------------------------------------------------------------------------------
 
 
-def boot_lines(costs: Costs, pools: Pools) -> list[str]:
-    """The lines on the pools, and the one on the limit where the state pool sets it. Sizes include the dummies."""
+def boot_lines(costs: Costs, pools: Pools, whole_kv: bool = False) -> list[str]:
+    """The lines on the pools, and the one on the limit where the state pool sets it. Sizes include the dummies.
+
+    `whole_kv`: keys and values as one size, as in SGLang's documents; else apart where its release prints them apart.
+    """
     footprint, requests, steps = costs.footprint, pools.draft_requests, costs.drafts
     states = pools.slots + 1
     line = (
@@ -268,20 +271,23 @@ def boot_lines(costs: Costs, pools: Pools) -> list[str]:
     if footprint.window_row:
         full, window = pools.rows, pools.window_rows
         lines.append(f"Use sliding window memory pool. full_layer_tokens={full}, swa_layer_tokens={window}")
-    lines.append(_kv_line(footprint, pools.rows, costs.page, footprint.row))
+    share = 0.0 if whole_kv else footprint.key_share
+    rows = pools.rows + costs.page
+    lines.append(_kv_line(footprint.kv_dtype, pools.rows, rows * footprint.row, share))
     if costs.draft_row:
-        lines.append(_kv_line(footprint, pools.rows, costs.page, costs.draft_row))
+        lines.append(_kv_line(footprint.kv_dtype, pools.rows, rows * costs.draft_row, share))
     if pools.limit < pools.by_rows:
         lines.append(clamp_line(pools.limit, pools.slots, costs.reserved))
     return lines
 
 
-def _kv_line(footprint: Footprint, rows: int, page: int, row: int) -> str:
-    total = (rows + page) * row / GIB
-    line = f"KV Cache is allocated. dtype: {KV_DTYPES[footprint.kv_dtype]}, #tokens: {rows}, "
-    if not footprint.key_share:
+def _kv_line(dtype: str, rows: int, size: int, key_share: float) -> str:
+    """`size` in bytes; `key_share` of it are keys, 0 to print one size."""
+    line = f"KV Cache is allocated. dtype: {KV_DTYPES[dtype]}, #tokens: {rows}, "
+    total = size / GIB
+    if not key_share:
         return f"{line}KV size: {total:.2f} GB"
-    keys = total * footprint.key_share
+    keys = total * key_share
     return f"{line}K size: {keys:.2f} GB, V size: {total - keys:.2f} GB"
 
 

@@ -453,7 +453,7 @@ def test_a_server_allocates_what_is_predicted(flags, monkeypatch):
     line = f"max_mamba_cache_size: {memory.slots}, conv_state size: {conv}, ssm_state size: {ssm}"
     assert booted.lines[0] == f"Mamba Cache is allocated. {line}"
     rows = memory.rows - page + 1
-    assert f"#tokens: {rows}, K size: {memory.keys.nbytes / GIB:.2f} GB" in booted.lines[1]
+    assert f"#tokens: {rows}, KV size: {memory.kv_bytes / GIB:.2f} GB" in booted.lines[1]
     if "memory_budget" in flags:
         used = memory.conv.nbytes + memory.temporal.nbytes + rows * memory.row_bytes
         assert 0 <= flags["memory_budget"] - used < page * memory.row_bytes
