@@ -23,9 +23,11 @@ from milepost.sim.cost import ConstantSpeed, Cost
 from milepost.sim.formats.detect import read
 from milepost.sim.lanes import LaneRules
 from milepost.sim.planner import Candidate, Judged, Search, Traffic, candidates, replay
+from milepost.sim.workload import workload
 
 PLAN_FLAGS = [
     click.option("--lanes", type=Int(48), help="Sessions that are alive at once, in closed loop [open loop]."),
+    click.option("--workload", metavar="KIND", help="A made workload instead of a trace: chat, agents, forks or idle."),
     click.option("--seconds", type=Number(3600), default=3600.0, show_default=True, help="Virtual time of a replay."),
     click.option(
         "--idle-cap", type=Number(300), default=300.0, show_default=True, help="Longest pause of a session, s."
@@ -41,14 +43,14 @@ PLAN_FLAGS = [
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=click.Path(path_type=Path), required=False)
 @flags(PLAN_FLAGS)
 @flags(MODEL_FLAGS)
 @flags(MEMORY_FLAGS)
 @flags(CACHE_FLAGS)
 @flags(MORE_FLAGS)
 @click.pass_context
-def plan(ctx: click.Context, trace: Path, **values: Any) -> None:
+def plan(ctx: click.Context, trace: Path | None, **values: Any) -> None:
     """Search the memory split, strategy, level and cap for a trace, and say why.
 
     \b
@@ -90,8 +92,11 @@ def _check_numbers(values: dict[str, Any]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}", values[name], "must be above 0", 20)
 
 
-def _traffic(path: Path, values: dict[str, Any], sizes: Setup) -> Traffic:
-    trace = read(path)
+def _traffic(path: Path | None, values: dict[str, Any], sizes: Setup) -> Traffic:
+    kind = values["workload"]
+    if (path is None) == (kind is None):
+        raise ConfigError("TRACE", path or "(not given)", "give one of TRACE and --workload", "--workload agents")
+    trace = read(path) if path is not None else workload(kind).make(0)
     if not trace.has_identity:
         raise ConfigError("TRACE", path, "has lengths only, no reuse information", "a trace with block ids")
     rules = LaneRules(values["lanes"], idle_cap=values["idle_cap"]) if values["lanes"] else None

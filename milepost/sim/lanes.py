@@ -8,7 +8,8 @@ The rules are those of agentic replays (docs/planning.md):
 * A turn follows the end of the one before by the recorded pause, shortened to `idle_cap` seconds.
 * A subagent starts when the turn that it hangs from has ended; the parent's next turn waits for those that gate it
   (its recorded pause contains that wait, so the pause counts from the end of the parent's turn).
-* Each play of a session has ids of its own, so that two plays never share a prefix.
+* The first play of a session has the trace's ids. Each further play has ids of its own, so that two plays of a session
+  never share a prefix, but for pieces that several sessions share, such as a system prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,10 +75,11 @@ def _tree(root: SessionId, sessions: dict[SessionId, tuple[Turn, ...]]) -> Tree:
 class _Play:
     """One play of a tree on a lane: which session stands where, and for how many children it waits."""
 
-    def __init__(self, tree: Tree, number: int, lane: int) -> None:
+    def __init__(self, tree: Tree, number: int, lane: int, shared: frozenset[str] | None) -> None:
         self.tree = tree
         self.lane = lane
         self.number = number
+        self.shared = shared  # names that several sessions use; None in a first play, which keeps all names
         self.alive = 1
         self.gated: dict[SessionId, int] = {}
         self.held: dict[
@@ -86,11 +88,13 @@ class _Play:
 
     def turn(self, recorded: Turn) -> Turn:
         """A recorded turn with the names and ids of this play."""
-        identity = recorded.identity
-        if isinstance(identity, Blocks):
+        identity, shared = recorded.identity, self.shared
+        if shared is not None and isinstance(identity, Blocks):
             identity = replace(identity, space=f"{self.number}|{identity.space}")
-        elif isinstance(identity, Segments):
-            prompt = tuple((f"{self.number}|{name}", size) for name, size in identity.prompt)
+        elif shared is not None and isinstance(identity, Segments):
+            prompt = tuple(
+                (name if name in shared else f"{self.number}|{name}", size) for name, size in identity.prompt
+            )
             identity = Segments(prompt, (f"{self.number}|{identity.output[0]}", identity.output[1]))
         return replace(recorded, session=f"{self.number}|{recorded.session}", identity=identity)
 
@@ -108,6 +112,8 @@ class Lanes:
         self._recorded: dict[str, tuple[SessionId, int]] = {}
         self._warm_up: set[tuple[SessionId, int]] = set()
         self._number = 0
+        self._played: set[SessionId] = set()
+        self._shared = _shared_names(trace)
 
     def is_warm_up(self, turn: Turn) -> bool:
         return (turn.session, turn.turn) in self._warm_up
@@ -156,7 +162,9 @@ class Lanes:
     def _begin(self, lane: int, now: float, fresh: bool) -> list[tuple[float, Turn]]:
         tree = next(self._order)
         self._number += 1
-        play = _Play(tree, self._number, lane)
+        again = tree.root in self._played
+        self._played.add(tree.root)
+        play = _Play(tree, self._number, lane, self._shared if again else None)
         for session, turns in tree.sessions.items():
             name = f"{play.number}|{session}"
             self._plays[name], self._recorded[name] = play, (session, len(turns))
@@ -189,3 +197,15 @@ class Lanes:
         while True:
             for place in self._chance.permutation(len(self._trees)):
                 yield self._trees[int(place)]
+
+
+def _shared_names(trace: Trace) -> frozenset[str]:
+    """Names of prompt pieces that more than one session uses."""
+    users: dict[str, SessionId] = {}
+    shared: set[str] = set()
+    for turn in trace.turns:
+        if isinstance(turn.identity, Segments):
+            for name, _ in turn.identity.prompt:
+                if users.setdefault(name, turn.session) != turn.session:
+                    shared.add(name)
+    return frozenset(shared)

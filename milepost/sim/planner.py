@@ -67,8 +67,10 @@ class Candidate:
     def flags(self) -> dict[str, object]:
         """To paste, behind `milepost serve` or SGLang's launch command: the same names."""
         at = "--hybrid-cache-checkpoints-level" if self.at in ("2", "3") else "--checkpoint-at"
+        page = STRATEGIES[self.strategy].page
         return {
             "--mamba-radix-cache-strategy": self.strategy,
+            **({"--page-size": page} if page > 1 else {}),
             at: self.at,
             "--mamba-max-states-per-path": -1 if self.cap is None else self.cap,
             "--max-mamba-cache-size": self.slots,

@@ -11,7 +11,7 @@ from milepost.errors import TraceError
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.lanes import LaneRules, Lanes, trees
 from milepost.sim.replay import Replay, Served
-from milepost.sim.trace import BlockMaterial, Blocks, Link, Trace, Turn
+from milepost.sim.trace import BlockMaterial, Blocks, Link, SegmentMaterial, Segments, Trace, Turn
 
 BLOCK = 64
 COST = ConstantSpeed(6400.0, 0.001)  # ten milliseconds a block of prefill, 64 a block of decode
@@ -105,3 +105,18 @@ def test_same_seed_same_run():
 def test_a_parent_that_is_missing_is_named():
     with pytest.raises(TraceError, match="hangs from b"):
         trees(Trace("made", tuple(session("a", 1, link=Link("b", 0)))))
+
+
+def test_pieces_that_sessions_share_stay_shared_in_every_play():
+    """A system prompt is found by each play; what belongs to one session is not."""
+    turns = []
+    for name in "ab":
+        prompt = (("system", 640), (f"{name} asks", 128))
+        turns.append(Turn(name, 0, 768, 10, Segments(prompt, (f"{name} answers", 10)), 0.0))
+    trace = Trace("made", tuple(turns))
+    material = SegmentMaterial()
+    scheduler = Scheduler(50_000, 60, Limits(10, 2048, 1 << 30), EXACT, CheckpointPolicy())
+    lanes = Lanes(trace, LaneRules(1, start=None), material)
+    served = list(Replay(scheduler, material, COST, audited=True).run(lanes, 3.0))
+    assert len(served) > 6
+    assert [s.cached for s in served[2:]] == [640] * (len(served) - 2), "the second visit has made the fork"

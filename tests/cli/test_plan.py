@@ -1,0 +1,82 @@
+"""`milepost plan` as its user calls it: flags in, flags, reasons, page and JSON out; refusals in one line."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from milepost.cli import cli
+from milepost.errors import ConfigError, MilepostError
+from milepost.sim.formats.detect import write
+from milepost.sim.workload import workload
+
+MODEL = ["--model", "qwen3.5-9b", "--rest-memory", "3GiB"]
+SPEED = ["--prefill-tps", "15000", "--decode-ms", "20"]
+QUICK = ["--seeds", "2", "--seconds", "300", "--workers", "1"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "chats.jsonl"
+    small = {"sessions": "12", "turns": "4", "system": "1000", "message": "500", "answer": "60", "think": "20"}
+    write(workload("chat", small).make(0), path, "segments")
+    return path
+
+
+def call(*args: object):
+    return CliRunner().invoke(cli, ["plan", *map(str, args)], catch_exceptions=False)
+
+
+def test_plan_with_report_and_json(trace, tmp_path):
+    page = tmp_path / "plan.html"
+    run = call(trace, "--lanes", 6, *MODEL, *SPEED, *QUICK, "--report", page, "--json")
+    plan = json.loads(run.stdout)
+    flags = plan["recommended"]["flags"]
+    assert "--max-mamba-cache-size" in flags["milepost"] and "strategy exact" in flags["milepost"]
+    assert "strategy extra_buffer" in flags["sglang"] and "--page-size 64" in flags["sglang"]
+    assert all(len(c["hit_rates"]) == 2 for c in plan["candidates"])
+    assert all(c["hit_rate_worst"] <= c["hit_rate_mean"] for c in plan["candidates"])
+    text = page.read_text()
+    assert "Plotly.newPlot" in text and 'src="http' not in text, "the page loads nothing"
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads(page.with_suffix(".json").read_text())
+    assert saved["outcomes"] and saved["timelines"][0][2], "samples of both pools over time"
+
+
+def test_plan_for_people_in_open_loop(trace):
+    run = call(trace, *MODEL, *SPEED, *QUICK)
+    assert "Flags for Milepost" in run.stdout and "Flags for SGLang" in run.stdout
+
+
+def test_a_first_boot_is_compared(trace, tmp_path):
+    log = tmp_path / "boot.log"
+    log.write_text(
+        "Mamba Cache is allocated. max_mamba_cache_size: 27, conv_state size: 0.03GB, ssm_state size: 1.31GB\n"
+        "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 40000, K size: 0.61 GB, V size: 0.61 GB\n"
+    )
+    plan = json.loads(call(trace, *MODEL, *SPEED, *QUICK, "--check", log, "--json").stdout)
+    assert any(line.startswith("boot log: 27 slots and 40,000 KV tokens") for line in plan["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--workload", "agents"], "give one of TRACE and --workload"),
+        (["--lanes", "0", *SPEED], "--lanes 0: must be at least 1"),
+        (["--prefill-tps", "100"], "--decode-ms (not set): is needed"),
+        ([], "--gpu (not set): is needed for speeds"),
+        (["--seeds", "0", *SPEED], "--seeds 0: must be at least 1"),
+        ([*SPEED, "--rest-memory", "1MiB"], "no room for one request"),
+    ],
+)
+def test_refusals(trace, args, said):
+    with pytest.raises(MilepostError) as error:
+        call(trace, *MODEL, *args)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lengths_alone_are_refused(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,4808,10\n")
+    with pytest.raises(ConfigError, match="no reuse information"):
+        call(path, *MODEL, *SPEED)
