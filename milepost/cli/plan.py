@@ -35,6 +35,7 @@ PLAN_FLAGS = [
     click.option("--seeds", type=Int(5), default=5, show_default=True, help="Replays of each setting that matters."),
     click.option("--prefill-tps", type=Number(15000), help="Prefill tokens a second, if known."),
     click.option("--decode-ms", type=Number(20), help="Milliseconds of a decode step, if known."),
+    click.option("--speed-of", metavar="GPU", help="Speeds of this GPU, where --rest-memory is given [--gpu]."),
     click.option("--workers", type=Int(2), default=os.cpu_count() or 1, show_default=True, help="Processes."),
     click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page, and a PNG beside it."),
     click.option("--check", type=click.Path(path_type=Path), help="Compare with the log of a first boot."),
@@ -118,12 +119,14 @@ def _cost(values: dict[str, Any], sizes: Setup) -> Cost:
     if prefill is not None or decode is not None:
         missing = "--decode-ms" if decode is None else "--prefill-tps"
         raise ConfigError(missing, "(not set)", "is needed with the other one", 20 if decode is None else 15000)
-    if values["gpu"] is None:
-        raise ConfigError("--gpu", "(not set)", "is needed for speeds, or --prefill-tps and --decode-ms", "h200")
+    gpu = values["speed_of"] or values["gpu"]
+    if gpu is None:
+        allowed = "is needed for speeds, or --speed-of, or --prefill-tps and --decode-ms"
+        raise ConfigError("--gpu", "(not set)", allowed, "h200")
     from milepost.sim.roofline import roofline
 
     weights = values["weights_dtype"] or "bfloat16"
-    return roofline(sizes.model, values["gpu"], sizes.layout, sizes.formats, weights)
+    return roofline(sizes.model, gpu, sizes.layout, sizes.formats, weights)
 
 
 def _search(search: Search, tried: list[Candidate]) -> list[Judged]:
@@ -205,7 +208,7 @@ def _show(advice: dict[str, Any]) -> None:
         "worst",
         "tok/s mean",
         "worst",
-        "TTFT p90",
+        "TTFT p90 (s)",
         "collapsed",
     )
     for c in advice["candidates"]:
@@ -216,7 +219,7 @@ def _show(advice: dict[str, Any]) -> None:
             f"{c['hit_rate_worst']:.3f}",
             f"{c['output_tps_mean']:,.1f}",
             f"{c['output_tps_worst']:,.1f}",
-            f"{c['ttft_p90']:,.1f}",
+            "{:,.1f}–{:,.1f}".format(*c["ttft_p90_band"]),
             f"{c['collapsed_share']:.0%}",
         )
     console.print(table)

@@ -179,7 +179,7 @@ def _table(plan: dict[str, Any]) -> str:
             f"{c['hit_rate_worst']:.3f}",
             f"{c['output_tps_mean']:,.1f}",
             f"{c['output_tps_worst']:,.1f}",
-            f"{c['ttft_p90']:,.1f}",
+            "{:,.1f}–{:,.1f}".format(*c["ttft_p90_band"]),
             f"{c['running_mean']:.1f}",
             f"{c['collapsed_share']:.0%}",
         ]
@@ -192,7 +192,7 @@ def _table(plan: dict[str, Any]) -> str:
         "hit worst",
         "tok/s mean",
         "tok/s worst",
-        "TTFT p90",
+        "TTFT p90 (s)",
         "running",
         "collapsed",
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from milepost.sim.cost import Band
 from milepost.sim.planner import DEFAULT_RATIO, Judged, Traffic, front, longest, pick
 
 SGLANG = ("extra_buffer", "extra_buffer_lazy")
@@ -13,7 +14,7 @@ MILEPOST = ("exact",)
 
 def advise(judged: Sequence[Judged], traffic: Traffic, context: int, notes: Sequence[str]) -> dict[str, Any]:
     """Everything that a plan says, as JSON values. `notes` come from the model and the sizes."""
-    best = max(j.mean for j in judged)
+    best, band = max(j.mean for j in judged), traffic.cost.band()
     picked = {"milepost": pick(judged, MILEPOST), "sglang": pick(judged, SGLANG)}
     before = baseline(judged)
     edge = {id(j) for j in front(judged)}
@@ -22,12 +23,14 @@ def advise(judged: Sequence[Judged], traffic: Traffic, context: int, notes: Sequ
         "seeds": len(judged[0].outcomes),
         "recommended": {
             "flags": {name: flag_line(j) for name, j in picked.items()},
-            **{name: summary(j, best) for name, j in picked.items()},
+            **{name: summary(j, best, band) for name, j in picked.items()},
         },
-        "baseline": summary(before, best) if before else None,
+        "baseline": summary(before, best, band) if before else None,
         "why": why(picked["milepost"], before),
         "warnings": warnings(judged, picked, traffic, context, notes),
-        "candidates": [{**summary(j, best), "pareto": id(j) in edge} for j in sorted(judged, key=lambda j: -j.worst)],
+        "candidates": [
+            {**summary(j, best, band), "pareto": id(j) in edge} for j in sorted(judged, key=lambda j: -j.worst)
+        ],
     }
 
 
@@ -41,8 +44,8 @@ def baseline(judged: Sequence[Judged]) -> Judged | None:
     return min(own, key=lambda j: j.candidate.at) if own else None
 
 
-def summary(judged: Judged, best: float) -> dict[str, Any]:
-    """One candidate over its seeds. `best`: the highest mean throughput of all."""
+def summary(judged: Judged, best: float, band: Band) -> dict[str, Any]:
+    """One candidate over its seeds. `best`: the highest mean throughput of all; `band`: of computed times."""
     candidate = judged.candidate
     return {
         "name": candidate.name,
@@ -57,6 +60,7 @@ def summary(judged: Judged, best: float) -> dict[str, Any]:
         "output_tps_worst": judged.worst,
         "output_tps": judged.throughputs,
         "ttft_p90": judged.ttft,
+        "ttft_p90_band": band.of(judged.ttft),
         "running_mean": float(np.mean([o.running for o in judged.outcomes])),
         "running_peak": max(o.peak_running for o in judged.outcomes),
         "collapsed_share": judged.collapsed(best),

@@ -5,6 +5,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Factors on computed seconds between which measured ones lie."""
+
+    low: float
+    high: float
+
+    def of(self, seconds: float) -> tuple[float, float]:
+        return self.low * seconds, self.high * seconds
+
+
 class Cost(Protocol):
     """Seconds of a step; all arguments in tokens.
 
@@ -13,6 +24,9 @@ class Cost(Protocol):
     """
 
     def seconds(self, prefill: Sequence[tuple[int, int]], contexts: Sequence[int], tokens: int) -> float: ...
+
+    def band(self) -> Band:
+        """How far measured seconds lie from these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +40,6 @@ class ConstantSpeed:
         work = sum(stop - start for start, stop in prefill) / self.prefill_tps
         return work + (self.decode_s * tokens if contexts else 0.0)
 
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Factors on computed seconds between which measured ones lie."""
-
-    low: float
-    high: float
-
-    def of(self, seconds: float) -> tuple[float, float]:
-        return self.low * seconds, self.high * seconds
+    def band(self) -> Band:
+        """The figures are the user's own and their error is not known; in a run they vary by a tenth at least."""
+        return Band(0.9, 1.1)

@@ -222,6 +222,8 @@ def summary(served: Sequence[Served], scheduler: Scheduler, grain: int = 1) -> d
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "hit_rate": cached / prompt if prompt else 0.0,
+        "continuations": sum(s.turn.turn > 0 for s in served),
+        "continuation_hits": sum(s.turn.turn > 0 and s.cached > 0 for s in served),
         "output_tokens": sum(s.turn.output_len for s in served if s.finish is not None),
         "missed": missed_by_reason(served),
         "counters": {name: count * grain if "tokens" in name else count for name, count in counters.items()},
