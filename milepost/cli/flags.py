@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from milepost.errors import ConfigError
+from milepost.sim.lanes import LaneRules
 
 
 class Int(click.ParamType):
@@ -89,6 +90,47 @@ CACHE_FLAGS = [
     click.option("--disable-radix-cache", is_flag=True, help="No prefix cache."),
     click.option("--strict-reuse", is_flag=True, help="Reuse only where cached equals cold bit for bit."),
 ]
+
+
+LANE_FLAGS = [
+    click.option("--lanes", type=Int(48), help="Closed loop: so many sessions are alive at once [open loop]."),
+    click.option(
+        "--seconds", type=Number(3600), default=3600.0, show_default=True, help="Virtual time of a closed loop."
+    ),
+    click.option(
+        "--idle-cap", type=Number(300), default=300.0, show_default=True, help="Longest pause of a session, s."
+    ),
+    click.option("--system-idle-cap", type=Number(10), help="Longest time in which nothing at all runs, s [no cap]."),
+    click.option(
+        "--start-window",
+        metavar="LOW,HIGH",
+        default="0.25,0.75",
+        show_default=True,
+        help="Part of its duration in which a lane's first session begins; none: at its first turn.",
+    ),
+]
+"""How sessions are replayed in closed loop; `lane_rules` reads them."""
+
+
+def lane_rules(values: dict[str, Any], seed: int = 0) -> LaneRules | None:
+    """The rules of a closed loop, or None in open loop. Raises `ConfigError`."""
+    for name, least in (("lanes", 1), ("seconds", 1), ("idle_cap", 0), ("system_idle_cap", 0)):
+        if values[name] is not None and values[name] < least:
+            raise ConfigError(f"--{name.replace('_', '-')}", values[name], f"must be at least {least}", max(least, 48))
+    if values["lanes"] is None:
+        return None
+    idle = values["system_idle_cap"]
+    window = _window(values["start_window"])
+    return LaneRules(values["lanes"], seed, values["idle_cap"], window, idle=float("inf") if idle is None else idle)
+
+
+def _window(text: str) -> tuple[float, float] | None:
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d*\.?\d+),(\d*\.?\d+)", text.replace(" ", ""))
+    if match is None or not 0 <= float(match[1]) <= float(match[2]) <= 1:
+        raise ConfigError("--start-window", text, "must be none, or two numbers within 0 … 1", "0.25,0.75")
+    return float(match[1]), float(match[2])
 
 
 def flags(options: list[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

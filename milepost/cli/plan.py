@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from milepost.cli.flags import CACHE_FLAGS, Int, Number, flags
+from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, Number, flags, lane_rules
 from milepost.cli.size import MEMORY_FLAGS, MODEL_FLAGS, MORE_FLAGS, chosen_model, setup
 from milepost.cli.size_report import Setup
 from milepost.errors import ConfigError
@@ -21,20 +21,15 @@ from milepost.sim import bootlog
 from milepost.sim.advice import advise
 from milepost.sim.cost import ConstantSpeed, Cost
 from milepost.sim.formats.detect import read
-from milepost.sim.lanes import LaneRules
 from milepost.sim.planner import Candidate, Judged, Search, Traffic, candidates, replay
 from milepost.sim.workload import workload
 
 PLAN_FLAGS = [
-    click.option("--lanes", type=Int(48), help="Sessions that are alive at once, in closed loop [open loop]."),
     click.option("--workload", metavar="KIND", help="A made workload instead of a trace: chat, agents, forks or idle."),
-    click.option("--seconds", type=Number(3600), default=3600.0, show_default=True, help="Virtual time of a replay."),
-    click.option(
-        "--idle-cap", type=Number(300), default=300.0, show_default=True, help="Longest pause of a session, s."
-    ),
     click.option("--seeds", type=Int(5), default=5, show_default=True, help="Replays of each setting that matters."),
     click.option("--prefill-tps", type=Number(15000), help="Prefill tokens a second, if known."),
     click.option("--decode-ms", type=Number(20), help="Milliseconds of a decode step, if known."),
+    click.option("--also-state-dtype", metavar="NAME", help="Try states in this dtype too: bfloat16, say."),
     click.option("--speed-of", metavar="GPU", help="Speeds of this GPU, where --rest-memory is given [--gpu]."),
     click.option("--workers", type=Int(2), default=os.cpu_count() or 1, show_default=True, help="Processes."),
     click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page, and a PNG beside it."),
@@ -45,6 +40,7 @@ PLAN_FLAGS = [
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path), required=False)
+@flags(LANE_FLAGS)
 @flags(PLAN_FLAGS)
 @flags(MODEL_FLAGS)
 @flags(MEMORY_FLAGS)
@@ -59,9 +55,15 @@ def plan(ctx: click.Context, trace: Path | None, **values: Any) -> None:
         --kv-cache-dtype fp8 --prefill-tps 15000 --decode-ms 20 --report plan.html
     """
     _check_numbers(values)
-    sizes = setup({**values, "concurrency": None, "sessions": 0, "context": None}, _given(ctx), chosen_model(values))
+    ask = {**values, "concurrency": None, "sessions": 0, "context": None}
+    sizes = setup(ask, _given(ctx), chosen_model(values))
     traffic = _traffic(trace, values, sizes)
-    tried = candidates(sizes.budget, sizes.costs, replace(sizes.wish, slots=None, tokens=None))
+    wish = replace(sizes.wish, slots=None, tokens=None)
+    tried = candidates(sizes.budget, sizes.costs, wish)
+    if values["also_state_dtype"]:
+        other = setup({**ask, "mamba_ssm_dtype": values["also_state_dtype"]}, _given(ctx), chosen_model(values))
+        extra = (("--mamba-ssm-dtype", values["also_state_dtype"]),)
+        tried += [replace(one, extra=extra) for one in candidates(sizes.budget, other.costs, wish)]
     if not tried:
         raise ConfigError("--rest-memory", sizes.budget, "leaves no room for one request in any split", "62GiB")
     judged = _search(Search(traffic, values["seeds"], values["workers"]), tried)
@@ -84,7 +86,7 @@ def _given(ctx: click.Context) -> dict[str, str]:
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
-    least = {"lanes": 1, "seconds": 1, "idle_cap": 0, "seeds": 1, "workers": 1}
+    least = {"seeds": 1, "workers": 1}
     for name, low in least.items():
         if values[name] is not None and values[name] < low:
             raise ConfigError(f"--{name.replace('_', '-')}", values[name], f"must be at least {low}", max(low, 5))
@@ -100,7 +102,7 @@ def _traffic(path: Path | None, values: dict[str, Any], sizes: Setup) -> Traffic
     trace = read(path) if path is not None else workload(kind).make(0)
     if not trace.has_identity:
         raise ConfigError("TRACE", path, "has lengths only, no reuse information", "a trace with block ids")
-    rules = LaneRules(values["lanes"], idle_cap=values["idle_cap"]) if values["lanes"] else None
+    rules = lane_rules(values)
     return Traffic(
         trace,
         _cost(values, sizes),

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from milepost.cli.flags import CACHE_FLAGS, Int, Number, flags, pick
+from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, flags, lane_rules, pick
 from milepost.config import CacheConfig, resolve
 from milepost.core.scheduler import Limits, Scheduler
 from milepost.errors import ConfigError
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.formats.detect import read
-from milepost.sim.lanes import LaneRules, Lanes
+from milepost.sim.lanes import Lanes
 from milepost.sim.replay import Arrivals, Replay, Served, latencies, summary
 from milepost.sim.timeline import Timeline
 from milepost.sim.trace import Trace, material
@@ -32,9 +32,7 @@ ENDLESS = 1 << 40
 @click.option("--sequential", is_flag=True, help="One request at a time, in the order of the trace.")
 @click.option("--prefill-tps", type=float, default=20_000.0, show_default=True, help="Prefill tokens a second.")
 @click.option("--decode-ms", type=float, default=20.0, show_default=True, help="Milliseconds of a decode step.")
-@click.option("--lanes", type=Int(48), help="Closed loop: so many sessions are alive at once [open loop].")
-@click.option("--seconds", type=Number(3600), default=3600.0, show_default=True, help="Virtual time of a closed loop.")
-@click.option("--idle-cap", type=Number(300), default=300.0, show_default=True, help="Longest pause of a session, s.")
+@flags(LANE_FLAGS)
 @click.option("--seed", type=Int(0), default=0, help="Draws sessions and where they start, in closed loop.")
 @click.option("--grain", type=Int(64), help="Tokens of a unit: the trace's block [default], or 1.")
 @click.option("--audit", is_flag=True, help="Tagged memory, and the audit after each step (slow).")
@@ -65,11 +63,10 @@ def replay(trace: Path, **values: Any) -> None:
 
 
 def _cost(values: dict[str, Any]) -> ConstantSpeed:
-    for flag, name in (("--prefill-tps", "prefill_tps"), ("--decode-ms", "decode_ms"), ("--seconds", "seconds")):
+    for flag, name in (("--prefill-tps", "prefill_tps"), ("--decode-ms", "decode_ms")):
         if values[name] <= 0:
             raise ConfigError(flag, values[name], "must be above 0", 20)
-    if values["lanes"] is not None and values["lanes"] < 1:
-        raise ConfigError("--lanes", values["lanes"], "must be at least 1", 48)
+    lane_rules(values)
     if values["lanes"] is not None and values["sequential"]:
         raise ConfigError("--lanes", values["lanes"], "does not go with --sequential; leave one out", 48)
     return ConstantSpeed(values["prefill_tps"], values["decode_ms"] / 1e3)
@@ -93,9 +90,10 @@ def _run(replay: Replay, source: Trace, values: dict[str, Any]) -> list[Served]:
     """Requests in the order of the trace; those of a closed loop, warm-up left out, in the order of their ends."""
     turns = source.turns
     if values["lanes"] is not None:
-        rules = LaneRules(values["lanes"], values["seed"], values["idle_cap"])
+        rules = lane_rules(values, values["seed"])
+        assert rules is not None
         lanes = Lanes(source, rules, replay.material)
-        ended = _watched(replay.run(lanes, values["seconds"]), None)
+        ended = _watched(replay.run(lanes, values["seconds"], rules.idle), None)
         return [one for one in ended if not lanes.is_warm_up(one.turn)]
     ended = _watched(replay.sequential(turns) if values["sequential"] else replay.run(Arrivals(turns)), len(turns))
     place = {id(turn): i for i, turn in enumerate(turns)}

@@ -24,13 +24,17 @@ from milepost.sim.trace import BlockMaterial, Blocks, Segments, SessionId, Token
 
 @dataclass(frozen=True, slots=True)
 class LaneRules:
-    """`start`: the window of the recorded duration in which first sessions begin; None: at their first turn."""
+    """`start`: the window of the recorded duration in which first sessions begin; None: at their first turn.
+
+    `idle`: the longest time in seconds in which nothing at all runs; what is to come then moves up.
+    """
 
     lanes: int
     seed: int = 0
     idle_cap: float = 300.0
     start: tuple[float, float] | None = (0.25, 0.75)
     recycle: bool = True
+    idle: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ ENDLESS = 1 << 40
 class Candidate:
     """Flags, and the pools they give. `at`: a level, or reasons by name; `cap` None: no cap per path.
 
-    Slots and rows are of one rank.
+    Slots and rows are of one rank. `extra`: further flags that the pools follow from.
     """
 
     strategy: str
@@ -47,16 +47,18 @@ class Candidate:
     rows: int
     ratio: float
     limit: int
+    extra: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
         at = f"level {self.at}" if self.at in ("2", "3") else f"at {self.at}"
         cap = "no cap" if self.cap is None else f"cap {self.cap}"
-        return f"{self.strategy}, {at}, {cap}, {self.slots} slots"
+        extra = "".join(f" {value}," for _, value in self.extra)
+        return f"{self.strategy}, {at}, {cap},{extra} {self.slots} slots"
 
     @property
-    def kind(self) -> "Kind":
-        return self.strategy, self.at, self.cap
+    def kind(self) -> tuple[object, ...]:
+        return self.strategy, self.at, self.cap, *(value for _, value in self.extra)
 
     @property
     def reasons(self) -> frozenset[Reason]:
@@ -75,6 +77,7 @@ class Candidate:
             "--mamba-max-states-per-path": -1 if self.cap is None else self.cap,
             "--max-mamba-cache-size": self.slots,
             "--max-running-requests": self.limit,
+            **dict(self.extra),
         }
 
 
@@ -125,7 +128,7 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
         served = list(run.run(Arrivals(traffic.trace.turns)))
     else:
         lanes = Lanes(traffic.trace, replace(traffic.rules, seed=seed), stuff)
-        served = [one for one in run.run(lanes, traffic.seconds) if not lanes.is_warm_up(one.turn)]
+        served = [one for one in run.run(lanes, traffic.seconds, traffic.rules.idle) if not lanes.is_warm_up(one.turn)]
     return _outcome(candidate, seed, served, run, timeline)
 
 
@@ -267,15 +270,20 @@ class Search:
 
 
 def shortlist(outcomes: Sequence[Outcome], keep: int) -> list[Candidate]:
-    """The best by throughput of each family of flags, their neighbouring splits, and the default ratio."""
+    """The best by throughput of Milepost's and of SGLang's strategies, for each set of extra flags; their neighbouring
+    splits; and the default ratio.
+    """
     ranked = sorted(outcomes, key=lambda o: -o.output_tps)
-    by_kind: dict[Kind, list[Candidate]] = {}
+    by_kind: dict[tuple[object, ...], list[Candidate]] = {}
     for outcome in outcomes:
         by_kind.setdefault(outcome.candidate.kind, []).append(outcome.candidate)
     chosen: dict[Candidate, None] = {}
-    for kinds in ({"exact"}, {"extra_buffer", "extra_buffer_lazy"}):
-        for outcome in [o for o in ranked if o.candidate.strategy in kinds][: keep // 2]:
-            c = outcome.candidate
+    groups: dict[tuple[bool, tuple[tuple[str, str], ...]], list[Candidate]] = {}
+    for outcome in ranked:
+        c = outcome.candidate
+        groups.setdefault((c.strategy == "exact", c.extra), []).append(c)
+    for group in groups.values():
+        for c in group[: keep // 2]:
             line = sorted(by_kind[c.kind], key=lambda other: other.slots)
             place = line.index(c)
             chosen |= dict.fromkeys(line[max(0, place - 1) : place + 2])

@@ -126,13 +126,20 @@ class Replay:
             self._finished.clear()
             yield served
 
-    def run(self, feed: Feed, until: float = float("inf")) -> Iterator[Served]:
-        """All that the feed brings before `until`, in the order in which it ends. What runs then drains."""
+    def run(self, feed: Feed, until: float = float("inf"), idle: float = float("inf")) -> Iterator[Served]:
+        """All that the feed brings before `until`, in the order in which it ends. What runs then drains.
+
+        Time in which nothing runs and nothing is due is shortened to `idle` seconds: all that is to come moves up.
+        """
         order = count()
         events = [(time, next(order), turn) for time, turn in feed.first()]
         heapq.heapify(events)
         while events or self.scheduler.busy:
             due = events[0][0] if events else float("inf")
+            if not self.scheduler.busy and due > self.now + idle:
+                early = due - self.now - idle
+                events = [(time - early, place, turn) for time, place, turn in events]
+                due -= early
             if due <= self.now or not self.scheduler.busy:
                 if due >= until:
                     events.clear()

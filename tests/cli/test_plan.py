@@ -48,6 +48,12 @@ def test_plan_for_people_in_open_loop(trace):
     assert "Flags for Milepost" in run.stdout and "Flags for SGLang" in run.stdout
 
 
+def test_states_in_another_dtype_are_tried_too(trace):
+    plan = json.loads(call(trace, *MODEL, *SPEED, *QUICK, "--also-state-dtype", "bfloat16", "--json").stdout)
+    dtypes = {c["flags"].get("--mamba-ssm-dtype") for c in plan["candidates"]}
+    assert dtypes == {None, "bfloat16"}
+
+
 def test_a_first_boot_is_compared(trace, tmp_path):
     log = tmp_path / "boot.log"
     log.write_text(
@@ -63,6 +69,7 @@ def test_a_first_boot_is_compared(trace, tmp_path):
     [
         (["--workload", "agents"], "give one of TRACE and --workload"),
         (["--lanes", "0", *SPEED], "--lanes 0: must be at least 1"),
+        (["--start-window", "0.8,0.2", "--lanes", "4", *SPEED], "--start-window 0.8,0.2: must be none"),
         (["--prefill-tps", "100"], "--decode-ms (not set): is needed"),
         ([], "--gpu (not set): is needed for speeds"),
         (["--seeds", "0", *SPEED], "--seeds 0: must be at least 1"),

@@ -47,6 +47,20 @@ def test_pauses_are_capped():
     assert served[2].sent - served[1].finished == pytest.approx(7.0)
 
 
+def test_time_in_which_nothing_runs_is_shortened():
+    """The pauses of the session stay as recorded while another lane works; a silent system moves on."""
+    material = BlockMaterial((), BLOCK)
+    lanes = Lanes(
+        Trace("made", tuple(session("a", 3, think=900.0))),
+        LaneRules(1, start=None, recycle=False, idle_cap=1e9),
+        material,
+    )
+    scheduler = Scheduler(4_000, 40, Limits(100, 64, 1 << 30), EXACT, CheckpointPolicy())
+    served = list(Replay(scheduler, material, COST, audited=True).run(lanes, idle=10.0))
+    for before, after in pairwise(served):
+        assert after.sent == pytest.approx(before.finished + 10.0)
+
+
 def test_lanes_run_side_by_side_and_take_the_next_session():
     turns = [turn for name in "abcd" for turn in session(name, 2)]
     served, _ = play(turns, LaneRules(2, start=None), seconds=12.0)
