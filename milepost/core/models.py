@@ -224,7 +224,7 @@ def read_config(raw: Mapping[str, Any], name: str = "config") -> Model:
     if reader is None:
         raise ModelConfigError(f"config field model_type is {kind!r}; supported: {', '.join(sorted(_READERS))}")
     model = reader(fields)
-    dtype = fields.get("mamba_ssm_dtype", default="float32")
+    dtype = fields.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype", default="float32")
     if model.recurrence is not None and model.recurrence.reads_config_dtype and dtype in geo.STATE_DTYPES:
         model = replace(model, state_dtype=dtype)
     context = fields.get("max_position_embeddings", "model_max_length", default=0)
@@ -254,6 +254,17 @@ def _read_qwen(fields: _Fields) -> Model:
     if fields.get("ple_layer_ids"):
         model = replace(model, notes=(*model.notes, "per-layer-embedding states are not counted"))
     return model
+
+
+def _read_olmo(fields: _Fields) -> Model:
+    recurrence = geo.gated_delta(
+        fields.size("linear_num_key_heads"),
+        fields.size("linear_num_value_heads"),
+        fields.size("linear_key_head_dim"),
+        fields.size("linear_value_head_dim"),
+        fields.size("linear_conv_kernel_dim", default=4),
+    )
+    return Model("", fields.kinds(_period(4)), recurrence, Grouped(*fields.heads()))
 
 
 def _read_latent(fields: _Fields) -> Latent:
@@ -319,8 +330,9 @@ def _read_minimax(fields: _Fields) -> Model:
 
 
 def _read_bailing(fields: _Fields) -> Model:
-    heads, dim = fields.size("num_attention_heads"), fields.size("head_dim", default=128)
-    kernel = fields.get("short_conv_kernel_size")
+    heads = fields.size("linear_num_heads", "num_attention_heads")
+    dim = fields.size("linear_head_dim", "head_dim", default=128)
+    kernel = fields.get("short_conv_kernel_size", "linear_conv_kernel_dim")
     recurrence = geo.kda(heads, dim, kernel) if kernel else geo.lightning(heads, dim)
     layers = fields.kinds(_period(fields.size("layer_group_size")))
     return Model("", layers, recurrence, _read_latent(fields))
@@ -370,5 +382,6 @@ _READERS: dict[str, Callable[[_Fields], Model]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _read_lfm),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling_model"), _read_inkling),
     "bailing_hybrid": _read_bailing,
+    "olmo_hybrid": _read_olmo,
     "jamba": _read_jamba,
 }

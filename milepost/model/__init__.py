@@ -5,8 +5,10 @@ holds and where its memory lies was decided elsewhere.
 """
 
 from milepost.model.batch import Batch, Span
-from milepost.model.config import ModelConfig, load_model_config
-from milepost.model.decoder import Decoder, load_decoder, random_decoder
+from milepost.model.config import ModelConfig
+from milepost.model.decoder import Decoder
+from milepost.model.families import load_model_config
+from milepost.model.loading import load_decoder, random_decoder
 from milepost.model.memory import Memory
 
 __all__ = [

@@ -1,36 +1,66 @@
-"""A model's shape, read from the `config.json` that Hugging Face models carry.
+"""A model's shape as data: which mixer and which MLP each layer has, their sizes, and what a layer keeps of the past.
 
-The result is data: which mixer and which MLP each layer has, and their sizes. Whatever the decoder would not
-compute faithfully is refused here, by name, value and what is supported; nothing is guessed silently.
+Specs say sizes in elements. A linear spec's `state` and an attention spec's `kv` are the only description of what a
+slot and a row hold; Memory allocates from them. Reading `config.json` is the families' work (`families/`).
 """
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from milepost.errors import ModelConfigError
-
-GATED_DELTA = "gated_delta"
+LINEAR = "linear"
 ATTENTION = "attention"
+BOTH = "both"  # attention and the linear mixer side by side on the same input
+NONE = "none"
 DENSE = "dense"
 MOE = "moe"
+GATED_DELTA = LINEAR  # the name from before there were other linear kinds
 
-_MIXERS = {"linear_attention": GATED_DELTA, "full_attention": ATTENTION}
+SILU = "silu"
+SIGMOID = "sigmoid"
+RELU2 = "relu2"
+
+GATE_FIRST = "gate first"  # norm(o * gate)
+NORM_FIRST = "norm first"  # norm(o) * gate
+NO_NORM = "no norm"  # o * gate
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """What a linear layer keeps in a slot: its last `taps` inputs of `channels`, and a recurrent state."""
+
+    taps: int
+    channels: int
+    temporal: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What an attention layer keeps in a row, as shapes."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The two halves of one layer, as names of entries in the decoder's tables."""
+    """The two halves of a layer, mixer and MLP, and how each joins the stream.
+
+    x = norm(stream); stream = stream + scale * half(x). With a `restart` r the stream goes on from r * x instead of
+    itself. With `post_norm` the norm is applied to the half's output instead of its input.
+    """
 
     mixer: str
     mlp: str
+    scales: tuple[float, float] = (1.0, 1.0)
+    restarts: tuple[float | None, float | None] = (None, None)
+    post_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
-    """Sizes of a Gated DeltaNet mixer. Each key head serves value_heads / key_heads consecutive value heads."""
+class LinearSpec:
+    """Heads of a recurrent mixer with state [key dim, value dim] per value head, behind a short convolution.
+
+    Each key head serves value_heads / key_heads consecutive value heads. kernel 1: no convolution.
+    """
 
     key_heads: int
     value_heads: int
@@ -51,27 +81,136 @@ class GatedDeltaSpec:
         """Channels of the convolution: q, k and v."""
         return 2 * self.key_width + self.value_width
 
+    @property
+    def state(self) -> StateLayout:
+        taps = self.kernel - 1
+        return StateLayout(taps, self.channels if taps else 0, (self.value_heads, self.key_dim, self.value_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec(LinearSpec):
+    """The delta rule with gates: Gated DeltaNet and, with a decay for each key channel, Kimi's KDA.
+
+    bound: the log decay is bound * sigmoid(rate * x) instead of -rate * softplus(x). gate: of the output.
+    normalized: q and k are of unit length.
+    """
+
+    normalized = True
+
+    channel_gates: bool = False
+    bound: float | None = None
+    beta_scale: float = 1.0
+    gate: str = SILU
+
+    @property
+    def gates(self) -> int:
+        """Width of the decay's projection."""
+        return self.value_heads * (self.key_dim if self.channel_gates else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSpec(LinearSpec):
+    """A decaying sum of k v^T: Mamba-2 (`timed`: a step size for each token and head), Lightning (fixed decays).
+
+    norm: over `norm_groups` equal parts of the output. scales: of the projections to v, k, q, z and the step, and of
+    the output.
+    """
+
+    normalized = False
+
+    timed: bool = True
+    step_floor: float = 0.0
+    norm: str = GATE_FIRST
+    norm_groups: int = 1
+    gate: str = SILU
+    scales: tuple[float, ...] = (1.0,) * 6
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A convolution of `width` channels between two gates; its windows are all its state."""
+
+    width: int
+    kernel: int
+
+    @property
+    def state(self) -> StateLayout:
+        return StateLayout(self.kernel - 1, self.width, (0,))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Sizes of a full-attention mixer with an output gate; rotary on the first `rotary_dim` of each head."""
+    """Grouped-query attention; rotary on the first `rotary_dim` of each head (0: no positions).
+
+    gated: a sigmoid output gate. normed: RMSNorm of each q and k head; wide_norms: of all heads together.
+    scales: of the projections to q, k, v and of the output.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     rotary_dim: int
     rope_theta: float
+    gated: bool = True
+    normed: bool = True
+    wide_norms: bool = False
+    scales: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+
+    @property
+    def kv(self) -> KvLayout:
+        shape = self.kv_heads, self.head_dim
+        return KvLayout(shape, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: a row is one latent of `rank` and a key of `rope` that all heads share.
+
+    q_rank: of the low-rank projection to q (0: none). rotary_dim is `rope` or 0 (no positions). gated: a sigmoid gate
+    for each head.
+    """
+
+    heads: int
+    rank: int
+    rope: int
+    nope: int
+    value_dim: int
+    q_rank: int
+    rotary_dim: int
+    rope_theta: float
+    gated: bool
+
+    @property
+    def key_dim(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def kv(self) -> KvLayout:
+        return KvLayout((self.rank + self.rope,), (0,))
 
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Routed experts plus one shared expert behind a sigmoid gate."""
+    """Routed experts, and a shared one (shared_width 0: none) with or without a sigmoid gate.
+
+    scoring: softmax or sigmoid of the router's logits; biased: a bias added for the choice only; groups_kept of
+    `groups` of experts may be chosen from. latent: the experts work on a projection of that width (0: on the stream).
+    """
 
     experts: int
     per_token: int
     width: int
     shared_width: int
     normalize: bool
+    shared_gate: bool = False
+    scoring: str = "softmax"
+    biased: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+    epsilon: float = 0.0
+    latent: int = 0
+    wide_router: bool = False  # the router computes in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +221,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    linear: GatedDeltaSpec | None
-    attention: AttentionSpec | None
+    linear: GatedDeltaSpec | ScanSpec | ShortConvSpec | None
+    attention: AttentionSpec | LatentSpec | None
     intermediate_size: int
     moe: MoeSpec | None
     rms_norm_eps: float
@@ -94,194 +233,27 @@ class ModelConfig:
     pad_token_id: int | None
     dtype: str | None
     state_dtype: str
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
+    activation: str = SILU
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """Indexes of the layers that have a recurrent state."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer == GATED_DELTA)
+        """Indexes of the layers that have a recurrent state or windows."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer in (LINEAR, BOTH))
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indexes of the layers that have KV."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer == ATTENTION)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer in (ATTENTION, BOTH))
 
+    @property
+    def state(self) -> StateLayout:
+        """What each linear layer keeps in a slot."""
+        return self.linear.state if self.linear is not None else StateLayout(0, 0, (0,))
 
-def load_model_config(source: Path | Mapping[str, Any]) -> ModelConfig:
-    """Read a `config.json` (its path, its folder, or the parsed object).
-
-    A multimodal wrapper's `text_config` is used, with the wrapper's own `tie_word_embeddings` and token ids where
-    it has them. Raises ModelConfigError.
-    """
-    raw = dict(source) if isinstance(source, Mapping) else _read(Path(source))
-    if "text_config" in raw:
-        outer = raw
-        raw = dict(outer["text_config"])
-        for name in ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype"):
-            if outer.get(name) is not None:
-                raw[name] = outer[name]
-        if "quantization_config" in outer:
-            raw["quantization_config"] = outer["quantization_config"]
-        raw.setdefault("model_type", outer.get("model_type"))
-    return _parse(_Fields(raw))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{file} can't be read as a model config: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{file} holds a {type(raw).__name__}; a JSON object is supported")
-    return raw
-
-
-class _Fields:
-    """Typed access to a config's fields; every complaint names field, value and what is supported."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-
-    def refuse(self, name: str, supported: str) -> ModelConfigError:
-        value = self.raw.get(name, "(missing)")
-        return ModelConfigError(f"config field {name} is {value!r}; supported: {supported}")
-
-    def get(self, name: str, default: Any) -> Any:
-        value = self.raw.get(name)
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(name, "a whole number of at least 1")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self.refuse(name, "a number above 0")
-        return float(value)
-
-    def only(self, name: str, value: Any) -> None:
-        """Refuse any value but `value`, which is also what a missing field means."""
-        if self.get(name, value) != value:
-            raise self.refuse(name, repr(value))
-
-
-def _parse(fields: _Fields) -> ModelConfig:
-    family = _FAMILIES.get(str(fields.raw.get("model_type")))
-    if family is None:
-        raise fields.refuse("model_type", ", ".join(sorted(_FAMILIES)))
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias", False)
-    fields.only("attn_output_gate", True)
-    fields.only("quantization_config", None)
-    mixers = _mixers(fields)
-    mlps = family(fields, len(mixers))
-    eos = fields.get("eos_token_id", ())
-    return ModelConfig(
-        model_type=fields.raw["model_type"],
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        layers=tuple(LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)),
-        linear=_gated_delta(fields) if GATED_DELTA in mixers else None,
-        attention=_attention(fields) if ATTENTION in mixers else None,
-        intermediate_size=fields.size("intermediate_size") if DENSE in mlps else 0,
-        moe=_moe(fields) if MOE in mlps else None,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position_embeddings=fields.size("max_position_embeddings", 32768),
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
-        bos_token_id=fields.raw.get("bos_token_id"),
-        pad_token_id=fields.raw.get("pad_token_id"),
-        dtype=fields.get("dtype", fields.raw.get("torch_dtype")),
-        state_dtype=str(fields.get("mamba_ssm_dtype", "float32")),
-    )
-
-
-def _mixers(fields: _Fields) -> list[str]:
-    count = fields.size("num_hidden_layers")
-    kinds = fields.raw.get("layer_types")
-    if kinds is None:
-        interval = fields.size("full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
-    if len(kinds) != count:
-        raise fields.refuse("layer_types", f"one entry for each of num_hidden_layers = {count}")
-    if not set(kinds) <= set(_MIXERS):
-        raise fields.refuse("layer_types", " and ".join(_MIXERS))
-    return [_MIXERS[kind] for kind in kinds]
-
-
-def _gated_delta(fields: _Fields) -> GatedDeltaSpec:
-    spec = GatedDeltaSpec(
-        key_heads=fields.size("linear_num_key_heads", 16),
-        value_heads=fields.size("linear_num_value_heads", 32),
-        key_dim=fields.size("linear_key_head_dim", 128),
-        value_dim=fields.size("linear_value_head_dim", 128),
-        kernel=fields.size("linear_conv_kernel_dim", 4),
-    )
-    if spec.value_heads % spec.key_heads:
-        raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads = {spec.key_heads}")
-    if spec.kernel < 2:
-        raise fields.refuse("linear_conv_kernel_dim", "at least 2")
-    return spec
-
-
-def _attention(fields: _Fields) -> AttentionSpec:
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        name = "rope_parameters" if fields.raw.get("rope_parameters") else "rope_scaling"
-        raise fields.refuse(name, "rope_type 'default'")
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", heads)
-    head_dim = fields.size("head_dim", 256)
-    fraction = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
-    rotary_dim = int(head_dim * fraction)
-    if heads % kv_heads:
-        raise fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelConfigError(
-            f"config field partial_rotary_factor is {fraction!r}; supported: an even number of rotary dimensions, "
-            f"at most head_dim = {head_dim}"
-        )
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
-    return AttentionSpec(heads, kv_heads, head_dim, rotary_dim, theta)
-
-
-def _moe(fields: _Fields) -> MoeSpec:
-    spec = MoeSpec(
-        experts=fields.size("num_experts"),
-        per_token=fields.size("num_experts_per_tok"),
-        width=fields.size("moe_intermediate_size"),
-        shared_width=fields.size("shared_expert_intermediate_size"),
-        normalize=bool(fields.get("norm_topk_prob", True)),
-    )
-    if spec.per_token > spec.experts:
-        raise fields.refuse("num_experts_per_tok", f"at most num_experts = {spec.experts}")
-    return spec
-
-
-def _all_dense(_fields: _Fields, layers: int) -> list[str]:
-    return [DENSE] * layers
-
-
-def _all_moe(fields: _Fields, layers: int) -> list[str]:
-    fields.only("norm_topk_prob", True)
-    return [MOE] * layers
-
-
-def _qwen3_next_mlps(fields: _Fields, layers: int) -> list[str]:
-    dense = set(fields.get("mlp_only_layers", ()))
-    step = fields.size("decoder_sparse_step", 1)
-    has_experts = bool(fields.get("num_experts", 512))
-    return [MOE if has_experts and i not in dense and (i + 1) % step == 0 else DENSE for i in range(layers)]
-
-
-_FAMILIES: dict[str, Callable[[_Fields, int], list[str]]] = {
-    "qwen3_5": _all_dense,
-    "qwen3_5_text": _all_dense,
-    "qwen3_5_moe": _all_moe,
-    "qwen3_5_moe_text": _all_moe,
-    "qwen3_next": _qwen3_next_mlps,
-}
+    @property
+    def kv(self) -> KvLayout:
+        """What each attention layer keeps in a row."""
+        return self.attention.kv if self.attention is not None else KvLayout((0,), (0,))

@@ -1,87 +1,83 @@
-"""The small operations between the GEMMs, in two versions of one interface.
+"""The small operations between the GEMMs, in two versions of one class.
 
-TorchKernels runs anywhere and is the definition. NumbaKernels is for CPUs: the same results up to rounding, in one pass
-over memory and without the overhead of a dozen tensor operations. `choose_kernels` picks one by device and argument.
+TorchKernels runs anywhere and is the definition. NumbaKernels (`cpu_kernels.py`) is for CPUs: the same results up to
+rounding, in one pass over memory and without the overhead of a dozen tensor operations. `choose_kernels` picks one by
+device and argument.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from milepost.errors import ModelError
-from milepost.model.config import AttentionSpec, GatedDeltaSpec
+from milepost.model.config import (
+    GATE_FIRST,
+    NO_NORM,
+    SILU,
+    AttentionSpec,
+    GatedDeltaSpec,
+    LatentSpec,
+    LinearSpec,
+    ScanSpec,
+)
 from milepost.model.work import DecodeWork
 
 Tensor = torch.Tensor
 
 
-class DeltaWeights(Protocol):
-    """What `delta_step` needs of a Gated DeltaNet layer; all float32."""
+class ConvWeights(Protocol):
+    """What `convolve` needs of a recurrent layer; all float32."""
 
-    spec: GatedDeltaSpec
+    spec: LinearSpec
     eps: float
     conv_weight: Tensor  # [kernel, channels], oldest tap first
+    conv_bias: Tensor  # [channels]
+
+
+class DeltaWeights(ConvWeights, Protocol):
+    """What `delta_step` needs of a gated delta layer; all float32."""
+
+    spec: GatedDeltaSpec
     rate: Tensor  # [value heads], exp(A_log)
-    dt_bias: Tensor  # [value heads]
+    dt_bias: Tensor  # [spec.gates]
     norm: Tensor  # [value dim]
 
 
+class ScanWeights(ConvWeights, Protocol):
+    """What `scan_step` and `finish` need of a Mamba-2 or Lightning layer; all float32."""
+
+    spec: ScanSpec
+    rate: Tensor  # [value heads]: the log decay is -rate times the step
+    dt_bias: Tensor  # [value heads]
+    skip: Tensor  # [value heads]
+    norm: Tensor  # [value width]
+
+
 class AttentionWeights(Protocol):
-    """What `attention_step` needs of an attention layer; all float32."""
+    """What `attention_step` needs of an attention layer; norms float32."""
 
     spec: AttentionSpec
     eps: float
-    q_norm: Tensor  # [head dim]
-    k_norm: Tensor  # [head dim]
+    q_norm: Tensor | None  # [head dim]
+    k_norm: Tensor | None
 
 
 @dataclass
 class ChunkTerms:
-    """What a kernel chunk of the delta rule needs besides its initial state (`mixers/gated_delta.py` has the law).
+    """What a kernel chunk needs besides its initial state (`mixers/recurrent.py` has the law).
 
     float32, [chunks, value heads, width, dim] unless said.
     """
 
-    values: Tensor  # (I + L)^-1 diag(beta) V
-    corrections: Tensor  # (I + L)^-1 diag(beta e^G) K
-    queries: Tensor  # diag(e^G) Q
-    keys: Tensor  # diag(e^(G_last - G)) K
+    values: Tensor  # D without what depends on S: (I + L)^-1 diag(beta) V, or diag(step) V
+    corrections: Tensor | None  # what times S is taken from it: (I + L)^-1 diag(beta) (e^G K)
+    queries: Tensor  # e^G Q
+    keys: Tensor  # e^(G_last - G) K
     scores: Tensor  # A, [chunks, value heads, width, width]
-    decays: Tensor  # e^(G_last), [chunks, value heads]
-
-
-class Kernels(Protocol):
-    """The interface; TorchKernels' docstrings define each operation."""
-
-    def enter(self) -> None: ...
-
-    def add_norm(self, stream: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def convolve(self, layer: DeltaWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def chunk_terms(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> "ChunkTerms": ...
-
-    def gated_norm(self, layer: DeltaWeights, x: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None: ...
-
-    def delta_step(
-        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor
-    ) -> None: ...
-
-    def attention_step(
-        self,
-        layer: AttentionWeights,
-        projected: Tensor,
-        work: DecodeWork,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-    ) -> None: ...
+    decays: Tensor  # e^(G_last), [chunks, value heads, 1 or key dim]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,84 +117,131 @@ class TorchKernels:
         gate, up = gate_up.float().chunk(2, -1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def convolve(self, layer: DeltaWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def convolve(self, layer: ConvWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """silu of the causal convolution of a prefill, laid out in kernel chunks.
 
         ext [.., channels] holds each span's inputs behind its window; a token's oldest input stands at chunks[c, t].
-        Returns float32 q, k [chunks, key heads, width, dk], of unit length and q divided by sqrt(dk), and
-        v [chunks, value heads, width, dv].
+        Returns float32 q, k [chunks, key heads, width, dk] and v [chunks, value heads, width, dv]; for the delta rule
+        q and k are of unit length and q is divided by sqrt(dk).
 
         As shifted multiply-adds: F.conv1d is slow in bfloat16 on a CPU, and its result for a position depends on the
         length of the call.
         """
-        spec, taps = layer.spec, layer.spec.kernel
-        wide = ext.float()
-        length = len(ext) - taps + 1
-        y = wide[:length] * layer.conv_weight[0]
-        for i in range(1, taps):
-            y.addcmul_(wide[i : i + length], layer.conv_weight[i])
-        mixed = F.silu(y)[chunks]
+        spec = layer.spec
+        mixed = F.silu(shifted_sum(ext, layer.conv_weight) + layer.conv_bias)[chunks]
         parts = mixed.split((spec.key_width, spec.key_width, spec.value_width), -1)
         dims = (spec.key_dim, spec.key_dim, spec.value_dim)
         q, k, v = (part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(parts, dims, strict=True))
+        if not spec.normalized:
+            return q, k, v
         return l2_normalize(q) * spec.key_dim**-0.5, l2_normalize(k), v
 
     def chunk_terms(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> ChunkTerms:
-        """The terms of the matrix form; beta and the log decay are [chunks, value heads, width], the rest as above."""
-        group = v.shape[1] // k.shape[1]
-        total = decay.cumsum(-1)
-        # Above the diagonal the difference is positive and might overflow; it is cut off before the exponential.
-        between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-        kk, qk = (x @ k.transpose(-1, -2) for x in (k, q))
-        q, k, kk, qk = (x.repeat_interleave(group, 1) for x in (q, k, kk, qk))
-        right = torch.cat((v, k * total.exp()[..., None]), -1) * beta[..., None]
+        """The terms of the delta rule; beta and the log decay are [chunks, value heads, width], the rest as above."""
+        terms, kk = _decayed(q, k, v, decay)
         # Only what is strictly below the diagonal is read; the diagonal counts as ones.
-        lower = beta[..., None] * between * kk
-        solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-        last = total[..., -1:]
+        right = torch.cat((v, terms.corrections), -1) * beta[..., None]
+        solved = torch.linalg.solve_triangular(beta[..., None] * kk, right, upper=False, unitriangular=True)
+        terms.values, terms.corrections = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+        return terms
+
+    def channel_terms(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> ChunkTerms:
+        """As chunk_terms, with a log decay for each key channel, [chunks, value heads, width, dk]."""
+        group = v.shape[1] // k.shape[1]
+        q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+        total = decay.cumsum(-2)
+        kk, qk = (beta.new_empty((*beta.shape, beta.shape[-1])) for _ in range(2))
+        for c in range(len(v)):  # one chunk at a time: this is dk times as large as the scores
+            between = (total[c, :, :, None] - total[c, :, None]).clamp(max=0).exp() * k[c, :, None]
+            kk[c], qk[c] = (torch.einsum("htd,htjd->htj", x[c], between) for x in (k, q))
+        since, last = total.exp(), total[..., -1:, :]
+        right = torch.cat((v, k * since), -1) * beta[..., None]
+        solved = torch.linalg.solve_triangular(beta[..., None] * kk, right, upper=False, unitriangular=True)
         return ChunkTerms(
             values=solved[..., : v.shape[-1]],
             corrections=solved[..., v.shape[-1] :],
-            queries=q * total.exp()[..., None],
-            keys=k * (last - total).exp()[..., None],
-            scores=between * qk,
-            decays=last[..., 0].exp(),
+            queries=q * since,
+            keys=k * (last - total).exp(),
+            scores=qk.tril(),
+            decays=last[..., 0, :].exp(),
         )
 
+    def scan_terms(self, q: Tensor, k: Tensor, v: Tensor, step: Tensor, decay: Tensor) -> ChunkTerms:
+        """The terms where d_t = step_t v_t; step and log decay [chunks, value heads, width]."""
+        terms, _ = _decayed(q, k, v, decay)
+        terms.values, terms.corrections = v * step[..., None], None
+        return terms
+
     def gated_norm(self, layer: DeltaWeights, x: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
-        """out[t] = RMSNorm(o_t) * norm * silu(z_t), per head; the norm comes first.
+        """out[t] = RMSNorm(o_t) * norm * gate(z_t), per head; the norm comes first.
 
         x [chunks, value heads, width, dv] float32; o_t lies at place[t] of [chunks * width]; z_t is in projected[t].
         """
         o = x.transpose(1, 2).flatten(0, 1)[place]
         _gate_output(layer, o, projected, out)
 
+    def finish(self, layer: ScanWeights, o: Tensor, projected: Tensor, out: Tensor) -> None:
+        """Norm (over `spec.norm_groups` parts) and gate of o [tokens, value width] float32, in `spec.norm`'s order."""
+        spec = layer.spec
+        gate = _gate(spec.gate, projected[:, spec.channels : spec.channels + spec.value_width])
+        if spec.norm == GATE_FIRST:
+            o = o * gate
+        if spec.norm != NO_NORM:
+            parts = o.unflatten(1, (spec.norm_groups, -1))
+            o = rms_norm(parts, layer.norm.view(spec.norm_groups, -1), layer.eps).flatten(1)
+        out.copy_(o if spec.norm == GATE_FIRST else o * gate)
+
     def delta_step(
         self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor
     ) -> None:
-        """One token of Gated DeltaNet per sequence; windows and states in place by slot.
+        """One token of the gated delta rule per sequence; windows and states in place by slot.
 
         projected [batch, q | k | v | z | b | a]; conv [slots, kernel - 1, channels];
         temporal [slots, value heads, dk, dv]; out [batch, value heads * dv].
         """
         spec = layer.spec
         slots = work.slots_on(projected.device)
-        x = projected[:, : spec.channels]
-        taps = torch.cat((conv[slots].float(), x[:, None].float()), 1)
-        conv[slots] = torch.cat((conv[slots][:, 1:], x[:, None].to(conv.dtype)), 1)
-        mixed = F.silu((taps * layer.conv_weight).sum(1))
-        q, k, v = mixed.split((spec.key_width, spec.key_width, spec.value_width), -1)
-        group = spec.value_heads // spec.key_heads
-        q, k = (l2_normalize(t.reshape(-1, spec.key_heads, spec.key_dim)).repeat_interleave(group, 1) for t in (q, k))
-        v = v.reshape(-1, spec.value_heads, spec.value_dim)
-        gates = projected[:, spec.channels + spec.value_width :].float()
-        beta, decay = delta_gates(layer, gates)
-        state = temporal[slots].float() * decay.exp()[..., None, None]
+        q, k, v = self._convolve_step(layer, projected, slots, conv)
+        q, k = l2_normalize(q), l2_normalize(k)
+        beta, decay = delta_gates(layer, projected[:, spec.channels + spec.value_width :].float())
+        decay = decay.exp() if spec.channel_gates else decay.exp()[..., None]
+        state = temporal[slots].float() * decay[..., None]
         change = beta[..., None] * (v - torch.einsum("bhij,bhi->bhj", state, k))
         state += k[..., None] * change[..., None, :]
         temporal[slots] = state.to(temporal.dtype)
         o = torch.einsum("bhij,bhi->bhj", state, q * spec.key_dim**-0.5)
         _gate_output(layer, o, projected, out)
+
+    def scan_step(
+        self, layer: ScanWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor
+    ) -> Tensor:
+        """One token per sequence where d_t = step_t v_t; returns o + skip v, float32 [batch, value width].
+
+        projected [batch, q | k | v | z | step]; the memory as in delta_step.
+        """
+        spec = layer.spec
+        slots = work.slots_on(projected.device)
+        q, k, v = self._convolve_step(layer, projected, slots, conv)
+        step, decay = scan_gates(layer, projected[:, spec.channels + spec.value_width :].float())
+        state = temporal[slots].float() * decay.exp()[..., None, None]
+        state += k[..., None] * (v * step[..., None])[..., None, :]
+        temporal[slots] = state.to(temporal.dtype)
+        return (torch.einsum("bhij,bhi->bhj", state, q) + layer.skip[:, None] * v).flatten(1)
+
+    def _convolve_step(
+        self, layer: ConvWeights, projected: Tensor, slots: Tensor, conv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [batch, value heads, dim] float32 of one token each, after the convolution and silu."""
+        spec = layer.spec
+        mixed = F.silu(_next(projected[:, : spec.channels], layer.conv_weight, slots, conv) + layer.conv_bias)
+        q, k, v = mixed.split((spec.key_width, spec.key_width, spec.value_width), -1)
+        group = spec.value_heads // spec.key_heads
+        q, k = (t.reshape(-1, spec.key_heads, spec.key_dim).repeat_interleave(group, 1) for t in (q, k))
+        return q, k, v.reshape(-1, spec.value_heads, spec.value_dim)
+
+    def conv_step(self, x: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor) -> Tensor:
+        """A convolution alone: x [batch, channels] -> the same in float32; weight [kernel, channels]."""
+        return _next(x, weight, work.slots_on(x.device), conv)
 
     def attention_step(
         self,
@@ -209,9 +252,10 @@ class TorchKernels:
         values: Tensor,
         out: Tensor,
     ) -> None:
-        """One token of gated attention per sequence; its KV is written to the last of the sequence's rows first.
+        """One token of attention per sequence; its KV is written to the last of the sequence's rows first.
 
-        projected [batch, q | gate | k | v]; keys, values [rows, kv heads, dim]; out [batch, heads * dim].
+        projected [batch, q | gate if the model has one | k | v]; keys, values [rows, kv heads, dim];
+        out [batch, heads * dim].
         """
         spec = layer.spec
         q, gate, k, v = split_attention(layer, projected, work.cos, work.sin)
@@ -223,163 +267,101 @@ class TorchKernels:
         scores = torch.einsum("bkgd,btkd->bkgt", q, keys[rows].float()) * spec.head_dim**-0.5
         scores = scores.masked_fill(~visible[:, None, None], -math.inf)
         o = torch.einsum("bkgt,btkd->bkgd", scores.softmax(-1), values[rows].float())
-        out.copy_(o.flatten(1) * gate)
+        out.copy_(o.flatten(1) if gate is None else o.flatten(1) * gate)
+
+    def latent_step(self, spec: LatentSpec, query: Tensor, work: DecodeWork, keys: Tensor) -> Tensor:
+        """Attention of one token per sequence to latent rows [rows, rank + rope]: the mean latent of each head.
+
+        query [batch, heads, rank + rope] float32, scaled; returns float32 [batch, heads, rank].
+        """
+        rows, visible = work.padded_rows(query.device)
+        seen = keys[rows].float()
+        scores = (query @ seen.transpose(1, 2)).masked_fill(~visible[:, None], -math.inf)
+        return scores.softmax(-1) @ seen[..., : spec.rank]
+
+
+Kernels = TorchKernels  # the interface is the class
+
+
+def shifted_sum(ext: Tensor, weight: Tensor) -> Tensor:
+    """The causal convolution of ext [length, channels], float32; weight [taps, channels], so taps - 1 rows shorter."""
+    wide = ext.float()
+    length = len(ext) - len(weight) + 1
+    y = wide[:length] * weight[0]
+    for i in range(1, len(weight)):
+        y.addcmul_(wide[i : i + length], weight[i])
+    return y
+
+
+def _next(x: Tensor, weight: Tensor, slots: Tensor, conv: Tensor) -> Tensor:
+    """The convolution at one more token x [batch, channels], float32; the windows move on."""
+    if not conv.shape[1]:
+        return x.float() * weight[0]
+    window = conv[slots]
+    conv[slots] = torch.cat((window[:, 1:], x[:, None].to(conv.dtype)), 1)
+    return (torch.cat((window.float(), x[:, None].float()), 1) * weight).sum(1)
+
+
+def _decayed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> tuple[ChunkTerms, Tensor]:
+    """The terms that rules with one decay per head share, with v and e^G K for values and corrections; and
+    e^(G_t - G_j) k_t k_j.
+    """
+    group = v.shape[1] // k.shape[1]
+    total = decay.cumsum(-1)
+    # Above the diagonal the difference is positive and might overflow; it is cut off before the exponential.
+    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    kk, qk = (x @ k.transpose(-1, -2) for x in (k, q))
+    q, k, kk, qk = (x.repeat_interleave(group, 1) for x in (q, k, kk, qk))
+    since, last = total.exp()[..., None], total[..., -1:]
+    keys = k * (last - total).exp()[..., None]
+    return ChunkTerms(v, k * since, q * since, keys, between * qk, last.exp()), between * kk
+
+
+def _gate(kind: str, z: Tensor) -> Tensor:
+    return F.silu(z.float()) if kind == SILU else z.float().sigmoid()
 
 
 def _gate_output(layer: DeltaWeights, o: Tensor, projected: Tensor, out: Tensor) -> None:
     """The gated norm of o [tokens, value heads, dv]."""
     spec = layer.spec
-    z = projected[:, spec.channels : spec.channels + spec.value_width].float().view(o.shape)
-    out.copy_((rms_norm(o, layer.norm, layer.eps) * F.silu(z)).flatten(1))
+    gate = _gate(spec.gate, projected[:, spec.channels : spec.channels + spec.value_width])
+    out.copy_(rms_norm(o, layer.norm, layer.eps).flatten(1) * gate)
 
 
 def delta_gates(layer: DeltaWeights, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """(beta, log decay), each [..., value heads], from float32 gates [..., b | a]."""
-    b, a = gates.chunk(2, -1)
-    return b.sigmoid(), -layer.rate * F.softplus(a + layer.dt_bias)
+    """(beta [..., value heads], log decay [..., value heads(, dk)]) from float32 gates [..., b | a]."""
+    spec = layer.spec
+    b, a = gates.split((spec.value_heads, spec.gates), -1)
+    a, rate = a + layer.dt_bias, layer.rate
+    if spec.channel_gates:
+        a, rate = a.unflatten(-1, (spec.value_heads, -1)), rate[:, None]
+    decay = -rate * F.softplus(a) if spec.bound is None else spec.bound * torch.sigmoid(rate * a)
+    return spec.beta_scale * b.sigmoid(), decay
+
+
+def scan_gates(layer: ScanWeights, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """(step, log decay), each [..., value heads], from float32 gates [..., step] (or none: all steps are one)."""
+    spec = layer.spec
+    if spec.timed:
+        step = F.softplus(gates + layer.dt_bias).clamp(min=spec.step_floor)
+    else:
+        step = gates.new_ones((*gates.shape[:-1], spec.value_heads))
+    return step, -layer.rate * step
 
 
 def split_attention(
     layer: AttentionWeights, projected: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(q, gate, k, v) of a projection, float32: q, k normed and turned [tokens, heads, dim]; gate after its sigmoid."""
     spec = layer.spec
     width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    q, gate, k, v = projected.float().split((width, width, kv_width, kv_width), -1)
+    q, gate, k, v = projected.float().split((width, width * spec.gated, kv_width, kv_width), -1)
     q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))
-    q = rotate(rms_norm(q, layer.q_norm, layer.eps), cos, sin)
-    k = rotate(rms_norm(k, layer.k_norm, layer.eps), cos, sin)
-    return q, gate.sigmoid(), k, v
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """A NumPy view; bfloat16 as its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-_WORTH_SPREADING = 1 << 15  # elements
-_NATIVE = (torch.float32, torch.bfloat16)
-
-
-class NumbaKernels(TorchKernels):
-    """Compiled loops for tensors in CPU memory. Memory that is neither float32 nor bfloat16 takes TorchKernels' way."""
-
-    def __init__(self) -> None:
-        from milepost.model import (
-            numba_kernels,
-        )  # imported here: it takes half a second, and a GPU server needs none of it
-
-        self._compiled = numba_kernels
-        self._threads = torch.get_num_threads()
-        numba_kernels.set_threads(self._threads)
-        # Both share one OpenMP pool, and starting numba's threads resets the count that torch had set.
-        torch.set_num_threads(self._threads)
-
-    def enter(self) -> None:
-        """The number of threads is kept per thread; the engine may run in another than the one that loaded."""
-        self._compiled.set_threads(self._threads)
-
-    def _spread(self, work: Tensor) -> None:
-        """All threads for much elementwise work, one for little: waking and awaiting the others costs more."""
-        self._compiled.set_threads(self._threads if work.numel() > _WORTH_SPREADING else 1)
-
-    def add_norm(self, stream: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(stream)
-        self._spread(stream)
-        self._compiled.add_norm(_array(stream), _array(delta), _array(weight), np.float32(eps), _array(out))
-        return out
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-        self._spread(gate_up)
-        self._compiled.silu_mul(_array(gate_up), _array(out))
-        return out
-
-    def convolve(self, layer: DeltaWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec = layer.spec
-        count, width = chunks.shape
-        q = torch.empty((count, spec.key_heads, width, spec.key_dim))
-        k = torch.empty_like(q)
-        v = torch.empty((count, spec.value_heads, width, spec.value_dim))
-        self.enter()
-        kernel = self._compiled.convolve_for(*_sizes(spec))
-        kernel(*(_array(t) for t in (ext, chunks, layer.conv_weight, q, k, v)))
-        return q, k, v
-
-    def chunk_terms(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> ChunkTerms:
-        heads, width, key_dim, value_dim = v.shape[1], v.shape[2], k.shape[-1], v.shape[-1]
-        products = k @ k.transpose(-1, -2), q @ k.transpose(-1, -2)
-        solved, queries, keys, scores = (
-            torch.empty((len(v), heads, width, size)) for size in (value_dim + key_dim, key_dim, key_dim, width)
-        )
-        decays = torch.empty((len(v), heads))
-        self.enter()
-        self._compiled.chunk_terms_for(key_dim, value_dim)(
-            *(_array(t) for t in (q, k, v)),
-            tuple(_array(t) for t in products),
-            tuple(_array(t.contiguous()) for t in (beta, decay)),
-            *(_array(t) for t in (solved, queries, keys, scores, decays)),
-        )
-        return ChunkTerms(solved[..., :value_dim], solved[..., value_dim:], queries, keys, scores, decays)
-
-    def gated_norm(self, layer: DeltaWeights, x: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
-        self.enter()
-        self._compiled.gated_norm_for(x.shape[-1])(
-            _array(x),
-            _array(place),
-            _array(projected),
-            layer.spec.channels,
-            _array(layer.norm),
-            np.float32(layer.eps),
-            _array(out),
-        )
-
-    def delta_step(
-        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor
-    ) -> None:
-        if conv.dtype not in _NATIVE or temporal.dtype not in _NATIVE:
-            super().delta_step(layer, projected, work, conv, temporal, out)
-            return
-        self.enter()
-        self._compiled.delta_step_for(*_sizes(layer.spec))(
-            _array(projected),
-            work.slots,
-            _array(conv),
-            _array(temporal),
-            tuple(_array(t) for t in (layer.conv_weight, layer.rate, layer.dt_bias, layer.norm)),
-            np.float32(layer.eps),
-            _array(out),
-        )
-
-    def attention_step(
-        self,
-        layer: AttentionWeights,
-        projected: Tensor,
-        work: DecodeWork,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-    ) -> None:
-        if keys.dtype not in _NATIVE:
-            super().attention_step(layer, projected, work, keys, values, out)
-            return
-        spec = layer.spec
-        self.enter()
-        self._compiled.attention_step_for(spec.heads, spec.kv_heads, spec.head_dim, spec.rotary_dim)(
-            _array(projected),
-            (_array(work.cos), _array(work.sin)),
-            work.rows,
-            work.offsets,
-            _array(keys),
-            _array(values),
-            (_array(layer.q_norm), _array(layer.k_norm)),
-            np.float32(layer.eps),
-            _array(out),
-        )
-
-
-def _sizes(spec: GatedDeltaSpec) -> tuple[int, int, int, int, int]:
-    return spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.kernel
+    if spec.normed and not spec.wide_norms:
+        q, k = rms_norm(q, layer.q_norm, layer.eps), rms_norm(k, layer.k_norm, layer.eps)
+    if spec.rotary_dim:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, gate.sigmoid() if spec.gated else None, k, v
 
 
 def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -391,4 +373,7 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
         raise ModelError(f"kernels {name!r}: choose auto, numba or torch")
     if not possible:
         raise ModelError(f"kernels numba: needs a CPU and float32 or bfloat16, not {device.type} and {dtype}; use auto")
+    # Here: numba takes half a second, and a GPU server needs none of it.
+    from milepost.model.cpu_kernels import NumbaKernels
+
     return NumbaKernels()

@@ -1,9 +1,9 @@
-"""The bytes that outlive a forward pass: recurrent states by slot, KV by row.
+"""The bytes that outlive a forward pass: recurrent states by slot, KV by row. Shapes come from the config's layouts.
 
-    temporal [linear layers, slots + 1, value heads, key dim, value dim]   the recurrent states
-    conv     [linear layers, slots + 1, kernel - 1, channels]              the last kernel - 1 inputs, oldest first
-    keys     [attention layers, rows + 1, kv heads, head dim]
-    values   as keys
+    temporal [linear layers, slots + 1, *state.temporal]               the recurrent states
+    conv     [linear layers, slots + 1, state.taps, state.channels]    the last inputs of a convolution, oldest first
+    keys     [attention layers, rows + 1, *kv.keys]
+    values   [attention layers, rows + 1, *kv.values]                  empty where a row is one latent
 
 Slot 0 and row 0 are dummies: never handed out, never written, zero. Which slot or row is whose is not known here.
 """
@@ -33,20 +33,16 @@ class Memory:
         self.rows = rows
         self.device = torch.device(device)
         conv_dtype = conv_dtype or kv_dtype
-        linear, attention = config.linear, config.attention
-        conv_shape, temporal_shape = (0, 0), (0, 0, 0)
-        if linear is not None:
-            conv_shape = (linear.kernel - 1, linear.channels)
-            temporal_shape = (linear.value_heads, linear.key_dim, linear.value_dim)
-        kv_shape = (0, 0) if attention is None else (attention.kv_heads, attention.head_dim)
+        state, kv = config.state, config.kv
+        linear, attention = len(config.linear_layers), len(config.attention_layers)
 
         def zeros(layers: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros((layers, count, *shape), dtype=dtype, device=self.device)
 
-        self.conv = zeros(len(config.linear_layers), slots + 1, conv_shape, conv_dtype)
-        self.temporal = zeros(len(config.linear_layers), slots + 1, temporal_shape, state_dtype)
-        self.keys = zeros(len(config.attention_layers), rows + 1, kv_shape, kv_dtype)
-        self.values = zeros(len(config.attention_layers), rows + 1, kv_shape, kv_dtype)
+        self.conv = zeros(linear, slots + 1, (state.taps, state.channels), conv_dtype)
+        self.temporal = zeros(linear, slots + 1, state.temporal, state_dtype)
+        self.keys = zeros(attention, rows + 1, kv.keys, kv_dtype)
+        self.values = zeros(attention, rows + 1, kv.values, kv_dtype)
 
     @property
     def conv_bytes(self) -> int:

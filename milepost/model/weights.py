@@ -1,7 +1,11 @@
-"""Tensors by name, from safetensors files or from a random generator, checked against the config before any is used."""
+"""Tensors by name, from safetensors files or from a random generator, checked against the config before any is used.
+
+What a model's tensors are is said once: by the code that reads them, each with its shape. Run with a `Recorder` on
+torch's meta device that code lists them; run with a `Reader` it loads them.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -9,26 +13,60 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from milepost.errors import WeightsError
-from milepost.model.config import ModelConfig
-from milepost.model.families import canonical, expected_tensors
 
 Tensor = torch.Tensor
+Shape = tuple[int, ...]
 
 
 class Weights(Protocol):
     """Where the decoder's tensors come from."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # canonical names
+    shapes: Mapping[str, Shape]  # canonical names
 
     def read(self, name: str) -> Tensor: ...
+
+
+class Reader:
+    """Reads tensors whose names begin with `prefix`."""
+
+    def __init__(self, weights: Weights, prefix: str = "") -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    def __call__(self, name: str, *shape: int) -> Tensor:  # noqa: ARG002 - the shape was checked before
+        """The tensor, which has this shape."""
+        return self._weights.read(self._prefix + name)
+
+    def has(self, name: str) -> bool:
+        """For what is stored in one of several ways."""
+        return self._prefix + name in self._weights.shapes
+
+    def under(self, prefix: str) -> "Reader":
+        return type(self)(self._weights, f"{self._prefix}{prefix}." if prefix else self._prefix)
+
+
+class Recorder(Reader):
+    """Notes names and shapes in `weights.wanted` and hands out tensors without memory."""
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        self._weights.wanted[self._prefix + name] = shape
+        return torch.empty(shape, device="meta")
+
+
+class Expected:
+    """The list that a Recorder fills; what there is to choose from is what was `found`."""
+
+    def __init__(self, found: Mapping[str, Shape]) -> None:
+        self.shapes = found
+        self.wanted: dict[str, Shape] = {}
 
 
 class FileWeights:
     """The tensors of a model folder: `model.safetensors`, or shards named by `model.safetensors.index.json`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, canonical: Callable[[str], str | None]) -> None:
         self._where: dict[str, tuple[str, str]] = {}  # canonical name -> file, name in the file
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         self._files = {}
         for path in _weight_files(folder):
             try:
@@ -63,10 +101,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class RandomWeights:
-    """Random tensors for a config: every gate, decay and norm away from its neutral value, activations of order one."""
+    """Random tensors: every gate, decay and norm away from its neutral value, activations of order one.
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
-        self.shapes = expected_tensors(config, lambda _layer: True)
+    norm: what norm weights scatter about, 1 or, where a family stores differences from one, 0.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], seed: int, norm: float) -> None:
+        self.shapes = shapes
+        self._norm = norm
         self._generator = torch.Generator().manual_seed(seed)
 
     def read(self, name: str) -> Tensor:
@@ -78,18 +120,15 @@ class RandomWeights:
             return 1 + 0.2 * noise
         if name.endswith("dt_bias"):
             return noise - 1
-        if name.endswith("conv1d.weight"):
+        if len(shape) == 3 and shape[1] == 1:  # a convolution
             return noise * 0.5
         if len(shape) == 1:
-            return noise * 0.2
+            return noise * 0.2 + (self._norm if "norm" in name else 0.0)
         return noise / shape[-1] ** 0.5
 
 
-def check(weights: Weights, config: ModelConfig) -> None:
-    """Raise WeightsError unless the tensors are exactly those of the config."""
-    found = weights.shapes
-    wanted = expected_tensors(config, lambda layer: f"model.layers.{layer}.mlp.experts.gate_up_proj" in found)
-    allowed = {"lm_head.weight"} if config.tie_word_embeddings else set()
+def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], allowed: frozenset[str]) -> None:
+    """Raise WeightsError unless the tensors are exactly those wanted, and maybe some of those allowed."""
     problems = [
         _list("missing", [name for name in wanted if name not in found]),
         _list("unexpected", [name for name in found if name not in wanted and name not in allowed]),

@@ -142,8 +142,7 @@ def prepare(
         positions[:total] = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     angles = torch.from_numpy(positions).to(device)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    kernel = config.linear.kernel if config.linear is not None else 1
-    prefill = _prefill(spans[: len(others)], kernel, device, fixed_rows) if others else None
+    prefill = _prefill(spans[: len(others)], config.state.taps + 1, device, fixed_rows) if others else None
     begin = prefill.count if prefill is not None else 0
     return Work(
         tokens=torch.from_numpy(tokens).to(device),
@@ -236,7 +235,7 @@ def _prefill(spans: Sequence[Span], kernel: int, device: torch.device, fixed_row
         unchunk=indexes(unchunk),
         waves=tuple(waves),
         marks=marks,
-        ext_marks=indexes(np.reshape(mark_ext, (-1, kernel - 1))),
+        ext_marks=indexes(np.reshape(mark_ext, (len(mark_ext), kernel - 1))),
         mark_slots=indexes(mark_slots),
     )
 

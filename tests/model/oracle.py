@@ -1,7 +1,9 @@
 """Tiny random models made by transformers, and a driver that feeds our decoder sequences from scattered memory."""
 
+import re
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,25 @@ from milepost.model import Batch, Decoder, Memory, Span
 
 VOCAB = 320
 LINEAR, FULL = "linear_attention", "full_attention"
+_BRANCH = re.compile(r"(out_proj|o_proj|down_proj|w2|output_linear)(\.weight)?$")
 
 _SHARED = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "intermediate_size": 96,
+    "tie_word_embeddings": False,
+}
+_DELTA = {
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
 }
 _EXPERTS = {
     "num_experts": 8,
@@ -33,20 +40,143 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {"intermediate_size": 96, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]},
-    "qwen3_5_moe_text": {**_EXPERTS, "layer_types": [LINEAR, FULL, LINEAR, FULL], "tie_word_embeddings": True},
-    "qwen3_next": {
-        **_EXPERTS,
-        "intermediate_size": 96,
-        "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
-        "mlp_only_layers": [0, 2],
-        "norm_topk_prob": False,
-        # Key heads as many as value heads, 64 wide: the shape of the demo and of the benchmark.
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
-        "num_key_value_heads": 1,
-    },
+_LATENT = {
+    "num_key_value_heads": 4,  # transformers' KDA models can't resume unless there are as many as heads
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+}
+
+
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 64,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tiny model: transformers' names of its classes (both begin with `name`), and its config."""
+
+    name: str
+    fields: dict[str, Any]
+    config: str = "Config"
+
+
+# Head sizes are few and shared: compiled kernels are made for each.
+FAMILIES: dict[str, Recipe] = {
+    "qwen3_5_text": Recipe(
+        "Qwen3_5", {**_DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}, config="TextConfig"
+    ),
+    "qwen3_5_moe_text": Recipe(
+        "Qwen3_5Moe",
+        {**_DELTA, **_EXPERTS, "layer_types": [LINEAR, FULL, LINEAR, FULL], "tie_word_embeddings": True},
+        config="TextConfig",
+    ),
+    "qwen3_next": Recipe(
+        "Qwen3Next",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+            "mlp_only_layers": [0, 2],
+            "norm_topk_prob": False,
+        },
+    ),
+    "kimi_linear": Recipe("KimiLinear", {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4}),
+    "bailing_hybrid": Recipe(
+        "BailingHybrid", {**_LATENT, "head_dim": 16, "q_lora_rank": 24, "first_k_dense_replace": 2}
+    ),
+    "nemotron_h": Recipe(
+        "NemotronH",
+        {
+            "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, "moe", LINEAR, FULL],
+            "head_dim": 16,
+            "ssm_state_size": 24,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "time_step_min": 0.05,  # large enough to be reached
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 40,
+        },
+    ),
+    "granitemoehybrid": Recipe(
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.25,
+        },
+    ),
+    # With a cache, transformers' Bamba gets its rotary positions wrong unless they are given.
+    "bamba": Recipe("Bamba", {**_MAMBA, "num_hidden_layers": 5, "attn_layer_indices": [1, 4]}),
+    "falcon_h1": Recipe(
+        "FalconH1",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "num_hidden_layers": 4,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.8,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.75,
+            "mlp_multipliers": [0.9, 1.3],
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.8,
+        },
+    ),
+    "lfm2": Recipe("Lfm2", {"layer_types": ["conv", FULL, "conv", "conv", FULL], "block_multiple_of": 16}),
+    "lfm2_moe": Recipe(
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "conv", FULL, "conv", FULL],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "minimax": Recipe(
+        "MiniMax",
+        {
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "block_size": 32,
+            "linear_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "mlp_alpha_factor": 1.2,
+        },
+    ),
+    "olmo_hybrid": Recipe(
+        "OlmoHybrid", {**_DELTA, "head_dim": 16, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}
+    ),
 }
 
 
@@ -56,38 +186,36 @@ def make_reference(family: str, **changes: Any) -> Any:
         warnings.simplefilter("ignore")
         import transformers
 
-    classes = {
-        "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
-        "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
-        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    }
-    config_class, model_class = classes[family]
-    fields = {**_SHARED, **FAMILIES[family], **changes}
-    fields["num_hidden_layers"] = len(fields["layer_types"])
+    recipe = FAMILIES[family]
+    fields = {**_SHARED, **recipe.fields, **changes}
+    if "layer_types" in fields:
+        fields["num_hidden_layers"] = len(fields["layer_types"])
     torch.manual_seed(7)
-    model = model_class(config_class(**fields)).eval()
+    config = getattr(transformers, recipe.name + recipe.config)(**fields)
+    model = getattr(transformers, recipe.name + "ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _randomize(name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_().mul_(0.1)
     return model
 
 
 def _randomize(name: str, parameter: torch.Tensor) -> None:
+    neutral = float(parameter.mean()) if parameter.dim() == 1 else 0.0  # a norm's weight: one, or zero
     parameter.normal_()
     if name.endswith("A_log"):
         parameter.mul_(0.7).add_(0.3)
     elif name.endswith("dt_bias"):
         parameter.sub_(2)
-    elif name.endswith("linear_attn.norm.weight"):
-        parameter.mul_(0.2).add_(1)
-    elif name.endswith("conv1d.weight"):
+    elif name.endswith(("conv1d.weight", "conv.weight")):
         parameter.mul_(0.5)
     elif parameter.dim() == 1:
-        parameter.mul_(0.2)
+        parameter.mul_(0.2).add_(neutral)
     else:
         # Branches at a third of their strength: unit branches amplify rounding beyond what the tests allow.
-        branch = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj"))
-        parameter.mul_((0.3 if branch else 1.0) / parameter.shape[-1] ** 0.5)
+        parameter.mul_((0.3 if _BRANCH.search(name) else 1.0) / parameter.shape[-1] ** 0.5)
 
 
 def reference_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
@@ -166,4 +294,19 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, **options)
+    if model.config.model_type == "olmo_hybrid":
+        _cut_convolutions(folder / "model.safetensors", model.config)
     return folder
+
+
+def _cut_convolutions(file: Path, config: Any) -> None:
+    """transformers writes a convolution over q, k, v in three equal parts, though theirs are not; cut it rightly."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    key = config.linear_num_key_heads * config.linear_key_head_dim
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        names = [name.replace(".q_", f".{part}_") for part in "qkv"]
+        whole = torch.cat([tensors[part] for part in names])
+        tensors.update(zip(names, (part.contiguous() for part in whole.tensor_split((key, 2 * key))), strict=True))
+    save_file(tensors, file, {"format": "pt"})

@@ -10,7 +10,7 @@ import torch
 
 import milepost
 from milepost.model import Batch, load_decoder
-from tests.model.oracle import Driver, make_reference, random_tokens, reference_logits, save, worst
+from tests.model.oracle import FAMILIES, Driver, make_reference, random_tokens, reference_logits, save, worst
 
 TOLERANCE = 1e-4
 KERNELS = ("numba", "torch")
@@ -18,15 +18,36 @@ KERNELS = ("numba", "torch")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns about is its own affair
 
 
-@pytest.fixture(params=KERNELS)
-def driver(request, golden, decoders):
-    return Driver(decoders(golden.folder, kernels=request.param))
+# With plain tensor operations one family for each kind of part; test_kernels.py holds both versions together.
+TORCH = (
+    "bailing_hybrid",
+    "falcon_h1",
+    "kimi_linear",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+)
+DRIVEN = [(family, "numba") for family in sorted(FAMILIES)] + [(family, "torch") for family in TORCH]
+
+
+@pytest.fixture(params=DRIVEN, ids="-".join)
+def driven(request, goldens, decoders):
+    """A golden model and a driver of ours."""
+    family, kernels = request.param
+    return goldens(family), Driver(decoders(goldens(family).folder, kernels=kernels))
 
 
 @pytest.fixture
-def expected(golden):
+def driver(driven):
+    return driven[1]
+
+
+@pytest.fixture
+def expected(driven):
     """Logits of a sequence by transformers."""
-    return lambda tokens: reference_logits(golden.reference, tokens)
+    return lambda tokens: reference_logits(driven[0].reference, tokens)
 
 
 def test_the_reference_is_worth_comparing_with(golden):
@@ -161,16 +182,17 @@ def test_bfloat16_is_no_worse_than_the_reference_in_bfloat16(golden, decoders):
     tokens = random_tokens(9, 120)
     exact = reference_logits(golden.reference, tokens)
     theirs = reference_logits(copy.deepcopy(golden.reference).bfloat16(), tokens)
-    driver = Driver(decoders(golden.folder, dtype=torch.bfloat16))
+    driver = Driver(decoders(golden.folder, dtype=torch.bfloat16, kernels="torch"))
     ours = driver.feed(driver.sequence(tokens), [80] + [1] * 40)
     assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_narrow_states(goldens, decoders, kernels, state_dtype):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_narrow_states(goldens, decoders, kernels, state_dtype, family):
     """A state stored narrower is computed in float32 and rounded when stored."""
-    golden = goldens("qwen3_5_text")
+    golden = goldens(family)
     tokens = random_tokens(9, 100)
     driver = Driver(decoders(golden.folder, kernels=kernels), state_dtype=state_dtype)
     logits = driver.feed(driver.sequence(tokens), [60, 20] + [1] * 20)
@@ -230,6 +252,32 @@ def test_a_dense_qwen3_next(tmp_path):
     tokens = random_tokens(3, 100)
     driver = Driver(load_decoder(save(model, tmp_path), dtype=torch.float32))
     assert driver.decoder.config.moe is None
+    assert worst(driver.feed(driver.sequence(tokens), [60] + [1] * 40), reference_logits(model, tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("kimi_linear", {"q_lora_rank": 24, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+        ("bailing_hybrid", {"q_lora_rank": None, "kda_safe_gate": False}),
+        ("nemotron_h", {"moe_latent_size": None, "layers_block_type": ["linear_attention", "moe", "full_attention"]}),
+        ("nemotron_h", {"use_conv_bias": False, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+        ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
+        ("falcon_h1", {"mamba_rms_norm": False}),
+        ("falcon_h1", {"mamba_norm_before_gate": True, "tie_word_embeddings": True}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False}),
+        ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}),
+        (
+            "olmo_hybrid",
+            {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        ),
+    ],
+)
+def test_other_settings(tmp_path, family, changes):
+    """What a family's recipe leaves at one value."""
+    model = make_reference(family, **changes)
+    tokens = random_tokens(3, 100)
+    driver = Driver(load_decoder(save(model, tmp_path), dtype=torch.float32, kernels="torch"))
     assert worst(driver.feed(driver.sequence(tokens), [60] + [1] * 40), reference_logits(model, tokens)) < TOLERANCE
 
 

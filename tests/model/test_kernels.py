@@ -7,13 +7,27 @@ import pytest
 import torch
 
 from milepost.errors import ModelError
-from milepost.model.config import AttentionSpec, GatedDeltaSpec
-from milepost.model.kernels import NumbaKernels, TorchKernels, choose_kernels
+from milepost.model.config import (
+    GATE_FIRST,
+    NO_NORM,
+    NORM_FIRST,
+    SIGMOID,
+    SILU,
+    AttentionSpec,
+    GatedDeltaSpec,
+    LatentSpec,
+    ScanSpec,
+)
+from milepost.model.cpu_kernels import NumbaKernels
+from milepost.model.kernels import TorchKernels, choose_kernels
 from milepost.model.linear import Linear
 from milepost.model.work import DecodeWork
 
 BOTH = (torch.float32, torch.bfloat16)
 EPS = 1e-6
+NORMS = ("q_norm", "k_norm")
+# Of weights and states, as they are served. Each pair, like each shape, is compiled when first met.
+PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +49,31 @@ def close(a, b, dtype):
     torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
 
 
-def delta_layer(key_heads, value_heads, kernel):
-    spec = GatedDeltaSpec(key_heads, value_heads, key_dim=16, value_dim=24, kernel=kernel)
+def delta_layer(key_heads, value_heads, kernel, value_dim=24, **kind):
+    spec = GatedDeltaSpec(key_heads, value_heads, key_dim=16, value_dim=value_dim, kernel=kernel, **kind)
     return SimpleNamespace(
         spec=spec,
         eps=EPS,
         conv_weight=torch.randn(kernel, spec.channels) * 0.5,
+        conv_bias=torch.randn(spec.channels) * 0.5,
         rate=torch.rand(value_heads) + 0.2,
-        dt_bias=torch.randn(value_heads),
-        norm=1 + 0.2 * torch.randn(24),
+        dt_bias=torch.randn(spec.gates),
+        norm=1 + 0.2 * torch.randn(value_dim),
+    )
+
+
+def scan_layer(kernel, timed, **kind):
+    """Eight value heads in two groups."""
+    spec = ScanSpec(2, 8, key_dim=24, value_dim=16, kernel=kernel, timed=timed, step_floor=0.1, norm_groups=2, **kind)
+    return SimpleNamespace(
+        spec=spec,
+        eps=EPS,
+        conv_weight=torch.randn(kernel, spec.channels) * 0.5,
+        conv_bias=torch.randn(spec.channels) * 0.5,
+        rate=torch.rand(8) + 0.2,
+        dt_bias=torch.randn(8),
+        skip=torch.randn(8),
+        norm=1 + 0.2 * torch.randn(spec.value_width),
     )
 
 
@@ -71,10 +101,9 @@ def test_silu_mul(compiled, dtype):
     close(compiled.silu_mul(x), TorchKernels().silu_mul(x), dtype)
 
 
-# Every pair of dtypes for one shape, other shapes in one: each combination is compiled when first met.
 @pytest.mark.parametrize(
     ("key_heads", "value_heads", "kernel", "dtype", "state_dtype"),
-    [(2, 6, 4, a, b) for a in BOTH for b in BOTH] + [(3, 3, 2, torch.float32, torch.float32)],
+    [(2, 4, 4, a, b) for a, b in PAIRS] + [(3, 3, 2, torch.float32, torch.float32)],
 )
 def test_delta_step(compiled, dtype, state_dtype, key_heads, value_heads, kernel):
     layer = delta_layer(key_heads, value_heads, kernel)
@@ -99,8 +128,109 @@ def test_delta_step(compiled, dtype, state_dtype, key_heads, value_heads, kernel
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        {"channel_gates": True, "gate": SIGMOID},
+        {"channel_gates": True, "gate": SIGMOID, "bound": -5.0},
+        {"beta_scale": 2.0},
+    ],
+)
+def test_delta_step_of_other_kinds(compiled, kind):
+    dtype = torch.float32
+    layer = delta_layer(4, 4, 4, value_dim=16, **kind) if "channel_gates" in kind else delta_layer(2, 4, 4, **kind)
+    work = decode_work([1] * 3, 10, slots=[3, 1, 2])
+    projected = torch.randn(3, layer.spec.channels + layer.spec.value_width + 4 + layer.spec.gates).to(dtype)
+    conv, temporal = torch.randn(5, 3, layer.spec.channels).to(dtype), torch.randn(5, *layer.spec.state.temporal)
+    out = torch.zeros(3, layer.spec.value_width, dtype=dtype)
+    conv2, temporal2, out2 = conv.clone(), temporal.clone(), out.clone()
+    compiled.delta_step(layer, projected, work, conv, temporal, out)
+    TorchKernels().delta_step(layer, projected, work, conv2, temporal2, out2)
+    close(out, out2, dtype)
+    close(temporal, temporal2, torch.float32)
+    assert torch.equal(conv, conv2)
+
+
+# Mamba-2's shape with groups, and Lightning's without a convolution; several pairs of dtypes for the first.
+@pytest.mark.parametrize(
+    ("kernel", "timed", "dtype", "state_dtype"),
+    [(4, True, a, b) for a, b in PAIRS] + [(1, False, torch.float32, torch.float32)],
+)
+def test_scan_step(compiled, kernel, timed, dtype, state_dtype):
+    layer = scan_layer(kernel, timed)
+    spec = layer.spec
+    work = decode_work([1] * 4, 10, slots=[3, 8, 1, 6])
+    projected = torch.randn(4, spec.channels + spec.value_width + 8 * timed).to(dtype)
+    conv = torch.randn(9, spec.state.taps, spec.state.channels).to(dtype)
+    temporal = torch.randn(9, 8, 24, 16).to(state_dtype)
+    conv2, temporal2, before = conv.clone(), temporal.clone(), temporal.clone()
+    for _ in range(3):
+        out = compiled.scan_step(layer, projected, work, conv, temporal)
+        out2 = TorchKernels().scan_step(layer, projected, work, conv2, temporal2)
+        close(out, out2, torch.float32 if state_dtype == torch.float32 else torch.bfloat16)
+    close(temporal, temporal2, state_dtype)
+    assert torch.equal(conv, conv2)
+    assert torch.equal(temporal[[0, 2, 4, 5, 7]], before[[0, 2, 4, 5, 7]])
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(("norm", "gate"), [(GATE_FIRST, SILU), (NORM_FIRST, SIGMOID), (NO_NORM, SILU)])
+def test_finish(compiled, dtype, norm, gate):
+    layer = scan_layer(4, True, norm=norm, gate=gate)
+    spec = layer.spec
+    o, projected = torch.randn(7, spec.value_width), torch.randn(7, spec.channels + spec.value_width + 8).to(dtype)
+    out, out2 = (torch.zeros(7, spec.value_width, dtype=dtype) for _ in range(2))
+    compiled.finish(layer, o.clone(), projected, out)
+    TorchKernels().finish(layer, o.clone(), projected, out2)
+    close(out, out2, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("kernel", [3])
+def test_conv_step(compiled, dtype, kernel):
+    x, weight = torch.randn(3, 20).to(dtype), torch.randn(kernel, 20)
+    work = decode_work([1] * 3, 10, slots=[3, 1, 4])
+    conv = torch.randn(6, kernel - 1, 20).to(dtype)
+    conv2 = conv.clone()
+    for _ in range(3):
+        out = compiled.conv_step(x, weight, work, conv)
+        close(out, TorchKernels().conv_step(x, weight, work, conv2), torch.float32)
+    assert torch.equal(conv, conv2)
+
+
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(4, torch.float32), (4, torch.bfloat16), (3, torch.float32)])
+def test_latent_step(compiled, kv_dtype, heads):
+    spec = LatentSpec(heads, 32, 8, 16, 16, 0, 0, 1.0, False)
+    work = decode_work([1, 70, 13, 2], 120, slots=[1, 2, 3, 4])
+    query = torch.randn(4, heads, 40) * 0.3
+    keys = torch.randn(121, 40).to(kv_dtype)
+    keys[0] = 0
+    close(
+        compiled.latent_step(spec, query, work, keys),
+        TorchKernels().latent_step(spec, query, work, keys),
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("kind", [{"gated": False}, {"normed": False, "gated": False, "rotary_dim": 0}])
+def test_attention_step_of_other_kinds(compiled, kind):
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "rotary_dim": 8, "rope_theta": 1e4}
+    spec = AttentionSpec(**{**sizes, **kind})
+    norms = {"q_norm": 1 + torch.randn(16), "k_norm": 1 + torch.randn(16)} if spec.normed else dict.fromkeys(NORMS)
+    layer = SimpleNamespace(spec=spec, eps=EPS, **norms)
+    work = decode_work([1, 70, 13], 120, slots=[1, 2, 3], rotary_dim=spec.rotary_dim)
+    projected = torch.randn(3, 8 * 16)
+    keys, values = (torch.randn(121, 2, 16) for _ in range(2))
+    keys2, values2 = keys.clone(), values.clone()
+    out, out2 = torch.zeros(3, 64), torch.zeros(3, 64)
+    compiled.attention_step(layer, projected, work, keys, values, out)
+    TorchKernels().attention_step(layer, projected, work, keys2, values2, out2)
+    close(out, out2, torch.float32)
+    close(keys, keys2, torch.float32)
+
+
+@pytest.mark.parametrize(
     ("heads", "kv_heads", "dtype", "kv_dtype"),
-    [(4, 2, a, b) for a in BOTH for b in BOTH] + [(3, 3, *BOTH), (8, 1, torch.float32, torch.float32)],
+    [(4, 2, a, a) for a in BOTH] + [(8, 1, *BOTH)],
 )
 def test_attention_step(compiled, dtype, kv_dtype, heads, kv_heads):
     spec = AttentionSpec(heads, kv_heads, head_dim=32, rotary_dim=8, rope_theta=1e4)
@@ -120,7 +250,7 @@ def test_attention_step(compiled, dtype, kv_dtype, heads, kv_heads):
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-@pytest.mark.parametrize(("key_heads", "value_heads", "kernel"), [(2, 6, 4), (3, 3, 3)])
+@pytest.mark.parametrize(("key_heads", "value_heads", "kernel"), [(2, 4, 4), (3, 3, 3)])
 def test_prefill_kernels(compiled, dtype, key_heads, value_heads, kernel):
     layer = delta_layer(key_heads, value_heads, kernel)
     spec, plain = layer.spec, TorchKernels()
@@ -143,21 +273,26 @@ def test_prefill_kernels(compiled, dtype, key_heads, value_heads, kernel):
     close(out, out2, dtype)
 
 
-def test_chunk_form_equals_the_recurrence():
-    """The matrix form against the law it was derived from, step by step in float64."""
+@pytest.mark.parametrize("form", ["chunk_terms", "channel_terms", "scan_terms"])
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_chunk_forms_equal_their_recurrences(compiled, kernels, form):
+    """The matrix forms against the laws they were derived from, step by step in float64."""
     q, k = (torch.nn.functional.normalize(torch.randn(1, 1, 64, 8), dim=-1) for _ in range(2))
-    v, beta, decay = torch.randn(1, 1, 64, 8), torch.rand(1, 1, 64), -torch.rand(1, 1, 64)
+    v, beta = torch.randn(1, 1, 64, 8), torch.rand(1, 1, 64)
+    # Decays down to e^-400 over a chunk: factored into two exponentials they would overflow.
+    decay = -12 * torch.rand(1, 1, 64, 8) ** 4 if form == "channel_terms" else -torch.rand(1, 1, 64)
     k[0, 0, 20:40] = k[0, 0, 20]  # the same key again and again: the system is then at its worst
     initial = torch.randn(8, 8)
-    terms = TorchKernels().chunk_terms(q, k, v, beta, decay)
-    d = terms.values[0, 0] - terms.corrections[0, 0] @ initial
+    terms = getattr(compiled if kernels == "compiled" else TorchKernels(), form)(q, k, v, beta, decay)
+    d = terms.values[0, 0] if form == "scan_terms" else terms.values[0, 0] - terms.corrections[0, 0] @ initial
     o = terms.queries[0, 0] @ initial + terms.scores[0, 0] @ d
-    state = terms.decays[0, 0] * initial + terms.keys[0, 0].T @ d
+    state = terms.decays[0, 0][:, None] * initial + terms.keys[0, 0].T @ d
     s = initial.double()
     q, k, v, beta, decay = (t[0, 0].double() for t in (q, k, v, beta, decay))
     for t in range(64):
-        s = decay[t].exp() * s
-        s = s + torch.outer(k[t], beta[t] * (v[t] - s.T @ k[t]))
+        s = decay[t].exp().view(-1, 1) * s
+        read = 0 if form == "scan_terms" else s.T @ k[t]
+        s = s + torch.outer(k[t], beta[t] * (v[t] - read))
         torch.testing.assert_close(o[t].double(), s.T @ q[t], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state.double(), s, rtol=1e-4, atol=1e-5)
 

@@ -40,6 +40,70 @@ def test_a_config_that_is_not_supported(changes, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_next", {"surprise": 3}, ["surprise", "3", "not known"]),
+        ("qwen3_next", {"rope_parameters": {"rope_type": "default", "factor": 2}}, ["rope_parameters", "factor"]),
+        ("kimi_linear", {"num_key_value_heads": 2}, ["num_key_value_heads", "2", "4"]),
+        ("kimi_linear", {"layer_types": None}, ["layer_types", "a list"]),
+        ("kimi_linear", {"mla_use_nope": False}, ["mla_use_nope", "True"]),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": 16, "odd": 1}}, ["linear_attn_config.odd"]),
+        ("kimi_linear", {"topk_group": 1, "num_experts_per_token": 3}, ["topk_group", "1"]),
+        ("kimi_linear", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "5 of dense and sparse"]),
+        (
+            "bailing_hybrid",
+            {"short_conv_kernel_size": None, "linear_conv_kernel_dim": None},
+            ["short_conv_kernel_size"],
+        ),
+        ("bailing_hybrid", {"kda_lower_bound": 2.0}, ["kda_lower_bound", "below 0"]),
+        ("bailing_hybrid", {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters", "yarn"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "odd"]}, ["layers_block_type", "odd"]),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, ["mlp_hidden_act", "relu2"]),
+        ("nemotron_h", {"use_bias": True}, ["use_bias", "True"]),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.5]}, ["time_step_limit", "0.5"]),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, ["position_embedding_type", "alibi"]),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups", "8"]),
+        ("bamba", {"mlp_bias": True}, ["mlp_bias"]),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers", "5 numbers"]),
+        ("falcon_h1", {"projectors_bias": True}, ["projectors_bias"]),
+        ("falcon_h1", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5", "1"]),
+        ("lfm2", {"conv_bias": True}, ["conv_bias"]),
+        ("lfm2", {"block_use_swiglu": False}, ["block_use_swiglu"]),
+        ("lfm2_moe", {"layer_types": None}, ["layer_types"]),
+        ("minimax", {"sliding_window": 64}, ["sliding_window", "64"]),
+        ("minimax", {"rotary_dim": 12}, ["rotary_dim", "12", "16"]),
+        ("olmo_hybrid", {"linear_key_head_dim": None}, ["linear_key_head_dim", "None"]),
+    ],
+)
+def test_a_field_that_a_family_does_not_support(goldens, family, changes, words):
+    raw = json.loads((goldens(family).folder / "config.json").read_text())
+    with pytest.raises(ModelConfigError) as error:
+        load_model_config({**raw, **changes})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_other_ways_to_say_the_same(goldens):
+    """Fields as published checkpoints have them, against fields as transformers writes them."""
+    raw = json.loads((goldens("kimi_linear").folder / "config.json").read_text())
+    published = {name: value for name, value in raw.items() if not name.startswith("linear_") and name != "layer_types"}
+    published |= {"mlp_layer_types": None, "first_k_dense_replace": 1, "mla_use_nope": True, "rope_theta": 1e4}
+    published["linear_attn_config"] = {
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+        "full_attn_layers": [3, 5],
+        "kda_layers": [1, 2, 4],
+    }
+    assert load_model_config(published) == load_model_config(raw)
+    raw = json.loads((goldens("nemotron_h").folder / "config.json").read_text())
+    published = {name: value for name, value in raw.items() if name != "layers_block_type"}
+    assert load_model_config({**published, "hybrid_override_pattern": "ME*-MEM*"}) == load_model_config(raw)
+    raw = json.loads((goldens("granitemoehybrid").folder / "config.json").read_text())
+    kinds = ["mamba", "attention", "mamba", "mamba", "attention"]
+    assert load_model_config({**raw, "layer_types": kinds, "mamba_d_head": "auto"}) == load_model_config(raw)
+
+
 def test_too_many_experts_a_token():
     moe = {
         "model_type": "qwen3_5_moe_text",

@@ -1,8 +1,12 @@
 """Bytes of slots and rows against the closed formulas of the reference (models-and-costs.md, section 1)."""
 
+import json
+
 import pytest
 import torch
 
+from milepost.core import models
+from milepost.core.geometry import Formats, Layout, measure
 from milepost.model import Memory, load_model_config
 from tests.model.oracle import LINEAR
 
@@ -50,6 +54,18 @@ def test_closed_formulas(state, conv, kv):
     assert memory.temporal_bytes == temporal * (slots + 1)
     assert memory.conv_bytes == windows * (slots + 1)
     assert memory.kv_bytes == memory.row_bytes * (rows + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_equal_the_planners_for_every_family(golden, dtype):
+    """What core/geometry reads from a config is what is allocated for it."""
+    shape = models.read_config(json.loads((golden.folder / "config.json").read_text()))
+    footprint = measure(shape, Layout(), Formats("float32", dtype, dtype))
+    memory = Memory(load_model_config(golden.folder), 5, 9, kv_dtype=getattr(torch, dtype))
+    assert (memory.slot_bytes, memory.row_bytes) == (footprint.slot, footprint.row)
+    assert memory.temporal_bytes == 6 * footprint.temporal
+    assert memory.conv_bytes == 6 * footprint.conv
+    assert memory.kv_bytes == 10 * footprint.row
 
 
 def test_a_model_of_one_kind_only():

@@ -1,4 +1,4 @@
-"""Full attention: grouped queries, RMSNorm on q and k, partial rotary, sigmoid output gate.
+"""Full attention: grouped queries; as the model has it RMSNorm on q and k, partial rotary, a sigmoid output gate.
 
 KV is read from the rows a span names, in any order and anywhere in the pool.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.model.config import AttentionSpec
-from milepost.model.kernels import Kernels, split_attention
+from milepost.model.kernels import Kernels, rms_norm, split_attention
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.work import PrefillSpan, PrefillWork, Work
@@ -21,19 +21,24 @@ _MASK_LIMIT = 1 << 22  # elements of one boolean mask; longer products are cut b
 
 @dataclass
 class Attention:
-    """Weights: projection [q | gate | k | v, hidden], output [hidden, q], norms float32 as they multiply."""
+    """Weights: projection [q | gate | k | v, hidden], output [hidden, q], norms float32 as they multiply.
+
+    Norms over all heads at once are applied here; the kernels see the result as if there were none.
+    """
 
     spec: AttentionSpec
     index: int  # of this layer among the attention layers
     eps: float
     projection: Linear
     output: Linear
-    q_norm: Tensor
-    k_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     kernels: Kernels
 
     def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
         projected = self.projection(x)
+        if self.spec.wide_norms:
+            projected = self._wide_norms(projected)
         out = projected.new_zeros((len(x), self.spec.heads * self.spec.head_dim))
         keys, values = memory.keys[self.index], memory.values[self.index]
         begin = 0
@@ -57,14 +62,27 @@ class Attention:
         for span in prefill.spans:
             own = slice(span.first, span.first + span.length)
             if span.gather is None:
-                o = _scaled_dot(q[own], k[own], v[own], None)
+                o = attend(q[own], k[own], v[own], span)
             else:
-                o = _long(q[own], keys[span.gather].to(dtype), values[span.gather].to(dtype), span)
-            out[own] = (o.flatten(1) * gate[own]).to(dtype)
+                o = attend(q[own], keys[span.gather].to(dtype), values[span.gather].to(dtype), span)
+            out[own] = o.flatten(1) if gate is None else (o.flatten(1) * gate[own]).to(dtype)
+
+    def _wide_norms(self, projected: Tensor) -> Tensor:
+        assert not self.spec.gated
+        width, kv_width = self.spec.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim
+        q, k, v = projected.split((width, kv_width, kv_width), -1)
+        q, k = (rms_norm(t, norm, self.eps).to(v.dtype) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
+        return torch.cat((q, k, v), -1)
 
 
-def _long(q: Tensor, k: Tensor, v: Tensor, span: PrefillSpan) -> Tensor:
-    """Attention of a span to all that came before it, a part of its queries at a time so that masks stay small."""
+def attend(q: Tensor, k: Tensor, v: Tensor, span: PrefillSpan) -> Tensor:
+    """Attention of a span to itself and to all that came before it.
+
+    q [queries, heads, dim], k, v [keys, kv heads, dim]; the last key is the last query's own. A part of the queries
+    at a time where masks would be large.
+    """
+    if span.gather is None:
+        return _scaled_dot(q, k, v, None)
     step = max(1, _MASK_LIMIT // len(k))
     if step >= len(q):
         return _scaled_dot(q, k, v, span.mask)

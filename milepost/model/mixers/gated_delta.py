@@ -1,17 +1,10 @@
-"""Gated DeltaNet: a short causal convolution, then the gated delta rule, then a gated norm.
+"""The gated delta rule: Gated DeltaNet, and with a decay for each key channel, KDA.
 
-Per head with state S [dk, dv], decay a_t = exp(g_t) and step size beta_t:
+    d_t = beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)        q, k of unit length, q divided by sqrt(dk)
 
-    S_t = a_t S_{t-1} + k_t d_t^T        d_t = beta_t (v_t - a_t S_{t-1}^T k_t)        o_t = S_t^T q_t
+Unrolled from a chunk's initial state S this is a triangular system for the rows d_t of D (see `recurrent.py`):
 
-Prefill uses the matrix form over chunks of up to 64 tokens. Unrolling the recurrence from the chunk's initial state S,
-with G_t = g_1 + ... + g_t, gives a triangular system for the rows d_t of D:
-
-    (I + L) D = diag(beta) V - diag(beta e^G) K S          L_tj = beta_t e^(G_t - G_j) (k_t . k_j) for j < t, else 0
-    O = diag(e^G) Q S + A D                                A_tj = e^(G_t - G_j) (q_t . k_j) for j <= t, else 0
-    S' = e^(G_last) S + (diag(e^(G_last - G)) K)^T D
-
-Everything without S is computed for all chunks of the batch at once; only the last three lines go chunk after chunk.
+    (I + L) D = diag(beta) V - diag(beta) (e^G K) S        L_tj = beta_t k_t . (e^(G_t - G_j) k_j) for j < t, else 0
 """
 
 from dataclasses import dataclass
@@ -19,79 +12,48 @@ from dataclasses import dataclass
 import torch
 
 from milepost.model.config import GatedDeltaSpec
-from milepost.model.kernels import ChunkTerms, Kernels, delta_gates
+from milepost.model.kernels import ChunkTerms, delta_gates
 from milepost.model.linear import Linear
-from milepost.model.memory import Memory
-from milepost.model.work import PrefillWork, Work
+from milepost.model.mixers.recurrent import Recurrent
+from milepost.model.work import DecodeWork, PrefillWork
 
 Tensor = torch.Tensor
 
 
 @dataclass
-class GatedDelta:
-    """Weights: projection [q | k | v | z | b | a, hidden], output [hidden, value width]; the rest float32."""
+class GatedDelta(Recurrent):
+    """Projection [q | k | v | z | b | a].
+
+    low_rank: where z and a come through a bottleneck, the projection's last columns are two of its width instead,
+    and low_rank holds what takes them to z and to a.
+    """
 
     spec: GatedDeltaSpec
-    index: int  # of this layer among the linear layers
-    eps: float
-    projection: Linear
-    output: Linear
-    conv_weight: Tensor  # [kernel, channels], oldest tap first
     rate: Tensor  # [value heads], exp(A_log)
-    dt_bias: Tensor  # [value heads]
+    dt_bias: Tensor  # [spec.gates]
     norm: Tensor  # [value dim]
-    kernels: Kernels
+    low_rank: tuple[Linear, Linear] | None = None
 
-    def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
-        projected = self.projection(x)
-        out = projected.new_zeros((len(x), self.spec.value_width))
-        conv, temporal = memory.conv[self.index], memory.temporal[self.index]
-        begin = 0
-        if work.prefill is not None:
-            begin = work.prefill.count
-            self._prefill(projected[:begin], work.prefill, conv, temporal, out[:begin])
-        if work.decode is not None:
-            end = begin + work.decode.count
-            self.kernels.delta_step(self, projected[begin:end], work.decode, conv, temporal, out[begin:end])
-        return self.output(out)
+    def _project(self, x: Tensor) -> Tensor:
+        y = self.projection(x)
+        if self.low_rank is None:
+            return y
+        width = self.low_rank[0].weight.shape[1]
+        at_b = self.spec.channels
+        b, for_z, for_a = y[:, at_b:].split((self.spec.value_heads, width, width), -1)
+        z, a = (linear(t) for linear, t in zip(self.low_rank, (for_z, for_a), strict=True))
+        return torch.cat((y[:, :at_b], z, b, a), -1)
 
-    def _prefill(self, projected: Tensor, work: PrefillWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
-        spec = self.spec
-        ext = self._windows(projected[:, : spec.channels], work, conv)
-        q, k, v = self.kernels.convolve(self, ext, work.chunks)
-        gates = projected[:, spec.channels + spec.value_width :].float()[work.chunk_rows]
-        beta, decay = ((t * work.real[..., None]).transpose(1, 2) for t in delta_gates(self, gates))
-        state = temporal[work.slots].float() * work.resumed[:, None, None, None]
-        o = self._scan(self.kernels.chunk_terms(q, k, v, beta, decay), state, work, temporal)
-        temporal[work.slots] = state.to(temporal.dtype)
+    def _terms(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, real: Tensor) -> ChunkTerms:
+        beta, decay = delta_gates(self, gates)
+        beta = (beta * real).transpose(1, 2)
+        if not self.spec.channel_gates:
+            return self.kernels.chunk_terms(q, k, v, beta, (decay * real).transpose(1, 2))
+        decay = (decay * real[..., None]).transpose(1, 2)
+        return self.kernels.channel_terms(q, k, v, beta, decay)
+
+    def _finish(self, o: Tensor, _v: Tensor, work: PrefillWork, projected: Tensor, out: Tensor) -> None:
         self.kernels.gated_norm(self, o, work.unchunk, projected, out)
 
-    def _windows(self, x: Tensor, work: PrefillWork, conv: Tensor) -> Tensor:
-        """x [count, channels] with each span behind its window, [ext_length, channels]; the windows move on."""
-        ext = x.new_empty((work.ext_length, x.shape[1]))
-        ext[work.ext_tokens] = x
-        ext[work.ext_windows] = (conv[work.slots] * work.resumed[:, None, None]).to(ext.dtype)
-        conv[work.slots] = ext[work.ext_ends].to(conv.dtype)
-        if len(work.mark_slots):
-            conv[work.mark_slots] = ext[work.ext_marks].to(conv.dtype)
-        return ext
-
-    def _scan(self, terms: ChunkTerms, state: Tensor, work: PrefillWork, temporal: Tensor) -> Tensor:
-        """Run the chunks in order, state [spans, heads, dk, dv] in place; returns o [chunks, heads, width, dv]."""
-        o = torch.empty(terms.values.shape, device=state.device)
-        values, corrections, queries, keys, scores = (
-            t.flatten(0, 1) for t in (terms.values, terms.corrections, terms.queries, terms.keys, terms.scores)
-        )
-        flat_state, flat_o, decays = state.flatten(0, 1), o.flatten(0, 1), terms.decays.flatten()[:, None, None]
-        heads, first = state.shape[1], 0
-        for wave, count in enumerate(work.waves):
-            own = slice(first * heads, (first + count) * heads)
-            s = flat_state[: count * heads]  # spans are ordered by their number of chunks
-            d = torch.baddbmm(values[own], corrections[own], s, alpha=-1)
-            torch.baddbmm(queries[own] @ s, scores[own], d, out=flat_o[own])
-            s *= decays[own]
-            s.baddbmm_(keys[own].transpose(-1, -2), d)
-            for span, slot in work.marks.get(wave, ()):
-                temporal[slot] = state[span].to(temporal.dtype)
-            first += count
-        return o
+    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
+        self.kernels.delta_step(self, projected, work, conv, temporal, out)

@@ -1,0 +1,86 @@
+"""Parts that several families took from DeepSeek's models: latent attention, and a sigmoid router with groups."""
+
+import torch
+
+from milepost.model.config import SIGMOID, LatentSpec, MoeSpec
+from milepost.model.families.fields import Fields, rope
+from milepost.model.mixers import LatentAttention
+from milepost.model.parts import Maker
+from milepost.model.weights import Reader
+
+
+def latent_attention(maker: Maker, read: Reader, index: int) -> LatentAttention:
+    """Names as in DeepSeek's models. Rotary dimensions come in pairs; here they lie in two halves."""
+    spec, hidden = maker.config.attention, maker.config.hidden_size
+    width = spec.heads * spec.key_dim
+    if spec.q_rank:
+        first = read("q_a_proj.weight", spec.q_rank, hidden)
+        q = read("q_b_proj.weight", width, spec.q_rank)
+    else:
+        first = q = read("q_proj.weight", width, hidden)
+    kv = read("kv_a_proj_with_mqa.weight", spec.rank + spec.rope, hidden)
+    if spec.rotary_dim:
+        order = torch.arange(spec.rope).view(-1, 2).t().flatten()
+        q = q.unflatten(0, (spec.heads, -1))
+        q = torch.cat((q[:, : spec.nope], q[:, spec.nope :][:, order]), 1).flatten(0, 1)
+        kv = torch.cat((kv[: spec.rank], kv[spec.rank :][order]))
+        first = first if spec.q_rank else q
+    expand = read("kv_b_proj.weight", spec.heads * (spec.nope + spec.value_dim), spec.rank)
+    gate = [read("g_proj.weight", spec.heads, hidden)] if spec.gated else []
+    return LatentAttention(
+        spec=spec,
+        index=index,
+        projection=maker.linear(first, kv, *gate),
+        q_norm=maker.norm(read("q_a_layernorm.weight", spec.q_rank)) if spec.q_rank else None,
+        q_up=maker.linear(q) if spec.q_rank else None,
+        norm=maker.norm(read("kv_a_layernorm.weight", spec.rank)),
+        expand=maker.matrix(expand.unflatten(0, (spec.heads, -1))),
+        output=maker.linear(read("o_proj.weight", hidden, spec.heads * spec.value_dim)),
+        kernels=maker.kernels,
+    )
+
+
+def sigmoid_moe(fields: Fields, **more) -> MoeSpec:
+    """A sigmoid router with a bias for the choice, and groups; field names differ a little between families."""
+    experts = fields.size(fields.first("num_experts", "n_routed_experts", "num_local_experts"))
+    groups = fields.size(fields.first("num_expert_group", "n_group"), 1)
+    fields.only("topk_method", "noaux_tc")
+    width = fields.size("moe_intermediate_size")
+    shared = fields.size(fields.first("num_shared_experts", "n_shared_experts"), 1, least=0)
+    spec = MoeSpec(
+        experts=experts,
+        per_token=fields.size(fields.first("num_experts_per_token", "num_experts_per_tok")),
+        width=width,
+        **{"shared_width": shared * width, **more},
+        normalize=fields.flag(fields.first("moe_renormalize", "norm_topk_prob"), True),
+        scoring=SIGMOID,
+        biased=True,
+        groups=groups,
+        groups_kept=fields.size("topk_group", groups),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        epsilon=1e-20,
+        wide_router=True,
+    )
+    if experts % groups or experts // groups < 2 or not spec.per_token <= experts // groups * spec.groups_kept:
+        raise fields.refuse("topk_group", "groups of at least two experts, enough of them for those chosen")
+    return spec
+
+
+def latent_spec(fields: Fields, rotary: bool) -> LatentSpec:
+    heads = fields.size("num_attention_heads")
+    fields.only("num_key_value_heads", heads)
+    width = fields.size("qk_rope_head_dim")
+    rotary_dim, theta = rope(fields, width, theta=6e6) if rotary else (0, 1.0)
+    spec = LatentSpec(
+        heads=heads,
+        rank=fields.size("kv_lora_rank"),
+        rope=width,
+        nope=fields.size("qk_nope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        q_rank=fields.size("q_lora_rank", 0, least=0),
+        rotary_dim=rotary_dim,
+        rope_theta=theta,
+        gated=rotary,
+    )
+    fields.ignore("qk_head_dim", "head_dim")
+    return spec

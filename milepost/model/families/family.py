@@ -1,0 +1,67 @@
+"""What the loader has to know about a model family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from milepost.model import parts
+from milepost.model.config import ModelConfig
+from milepost.model.families.fields import Fields
+from milepost.model.parts import Half, Maker
+from milepost.model.weights import Reader
+
+Part = Callable[[Maker, Reader, int], Half]
+"""Makes a mixer (the int is its index among those of its memory's kind) or an MLP (the int is the layer's)."""
+
+# Tensors of parts that are not served: multi-token prediction and vision towers.
+_IGNORED = ("mtp.", "model.mtp.", "visual.", "model.visual.", "vision_tower.")
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "backbone.": "model.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a layer's parts are called, after `Family.renames`."""
+
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    linear: str = "linear_attn"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    post_norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """renames: (dotted part of a file's name, what it is called here), applied in order.
+
+    offset: what norm weights are stored without. ignored: endings of tensors that follow from the config.
+    """
+
+    read: Callable[[Fields], ModelConfig]
+    linear: Part
+    attention: Part = parts.attention
+    dense: Part = parts.dense
+    moe: Part = parts.moe
+    names: Names = Names()
+    renames: tuple[tuple[str, str], ...] = ()
+    offset: float = 0.0
+    ignored: tuple[str, ...] = ()
+
+    def canonical(self, name: str, layers: int) -> str | None:
+        """What a file's tensor is called here, or None if it belongs to a part that is not served."""
+        if name.startswith(_IGNORED) or name.endswith(self.ignored):
+            return None
+        for prefix, replacement in _PREFIXES.items():
+            if name.startswith(prefix):
+                name = replacement + name.removeprefix(prefix)
+                break
+        name = f".{name}."
+        for old, new in self.renames:
+            name = name.replace(f".{old}.", f".{new}.")
+        name = name.strip(".")
+        beyond = name.startswith("model.layers.") and int(name.split(".")[2]) >= layers
+        return None if beyond else name  # layers behind the last predict further tokens

@@ -1,0 +1,180 @@
+"""Typed access to the fields of a `config.json`, and what several families read in the same way.
+
+Every complaint names field, value and what is supported. A field that nobody asked for is refused too, unless it says
+nothing (null, false, 0, empty) or is known not to matter for the forward pass.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from milepost.errors import ModelConfigError
+from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, AttentionSpec, LayerSpec, ModelConfig
+
+# With text alone the three positions of a multimodal rope are one.
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+KINDS = {"linear_attention": LINEAR, "full_attention": ATTENTION}
+
+# What is done with a model and not what it computes; kernel sizes of other implementations and how weights were drawn
+# before training; multi-token prediction, which is not served.
+_HARMLESS = frozenset(
+    """
+    _name_or_path add_cross_attention architectures attention_dropout auto_map chunk_size_feed_forward
+    embd_pdrop ep_size hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
+    language_model_only moe_router_dtype num_logits_to_keep output_attentions
+    output_hidden_states output_router_logits pretraining_tp problem_type rescale_prenorm_residual resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise router_z_loss_coef seq_length tokenizer_class
+    transformers_version use_cache use_mamba_kernels z_loss_coefficient
+    block_size chunk_size mamba_chunk_size linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max
+    linear_dt_min time_step_floor time_step_max mamba_dt_rank time_step_rank
+    mtp_hybrid_override_pattern mtp_layers_block_type mtp_loss_scaling_factor mtp_num_hidden_layers
+    mtp_use_dedicated_embeddings num_mtp_layers num_nextn_predict_layers moe_shared_expert_overlap
+    """.split()  # noqa: SIM905 - a list literal of these takes fifty lines
+)
+
+
+class Fields:
+    """A config's fields, and which of them were asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
+        self.raw = raw
+        self._inside = inside
+        self._asked: set[str] = set()
+
+    def refuse(self, name: str, supported: str) -> ModelConfigError:
+        value = self.raw.get(name, "(missing)")
+        return ModelConfigError(f"config field {self._inside}{name} is {value!r}; supported: {supported}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._asked.add(name)
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def first(self, *names: str) -> str:
+        """The first of several names of one field that is set (or the first at all)."""
+        self._asked.update(names)
+        return next((name for name in names if self.raw.get(name) is not None), names[0])
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refuse(name, f"a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.refuse(name, "a number above 0")
+        return float(value)
+
+    def only(self, name: str, *values: Any) -> None:
+        """Refuse any value but `values`; the first is also what a missing field means."""
+        if self.get(name, values[0]) not in values:
+            raise self.refuse(name, " or ".join(map(repr, values)))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Fields that say nothing new, or nothing about the forward pass."""
+        self._asked.update(names)
+
+    def inner(self, name: str) -> "Fields":
+        """The fields of an object inside."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.refuse(name, "an object")
+        return Fields(value, f"{name}.")
+
+    def check_all_asked(self) -> None:
+        for name, value in self.raw.items():
+            if name not in self._asked and name not in _HARMLESS and value:
+                raise self.refuse(name, "nothing; the field is not known for this model_type")
+
+
+def layer_kinds(fields: Fields, default: list[str] | None = None, kinds: Mapping[str, str] = KINDS) -> list[str]:
+    """The mixer of each layer: as `layer_types` says, else `default`."""
+    count = fields.size("num_hidden_layers")
+    listed = fields.get("layer_types", default)
+    if listed is None:
+        raise fields.refuse("layer_types", "a list")
+    if len(listed) != count:
+        raise fields.refuse("layer_types", f"one entry for each of num_hidden_layers = {count}")
+    if not set(listed) <= set(kinds):
+        raise fields.refuse("layer_types", " and ".join(kinds))
+    return [kinds[kind] for kind in listed]
+
+
+def rope(fields: Fields, dim: int, fraction: float | None = None, theta: float = 10000.0) -> tuple[int, float]:
+    """(rotary dimensions of a head of `dim`, theta), from whichever of the two forms of fields there is.
+
+    `fraction` and `theta` are what missing fields mean; without a `fraction` all dimensions turn.
+    """
+    name = fields.first("rope_parameters", "rope_scaling")
+    said = fields.get(name) or {}
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind != "default":
+        raise fields.refuse(name, "rope_type 'default'")
+    unknown = set(said) - _ROPE_FIELDS
+    if unknown:
+        raise fields.refuse(name, f"no {', '.join(sorted(unknown))}")
+    wanted = said.get("partial_rotary_factor", fields.get("partial_rotary_factor", fraction or 1.0))
+    if fraction is None and wanted != 1:
+        raise ModelConfigError(f"config field partial_rotary_factor is {wanted!r}; supported: 1")
+    fraction, rotary = wanted, int(dim * wanted)
+    if rotary % 2 or not 0 < rotary <= dim:
+        raise ModelConfigError(
+            f"config field partial_rotary_factor is {fraction!r}; supported: an even number of rotary dimensions, "
+            f"at most head_dim = {dim}"
+        )
+    return rotary, float(said.get("rope_theta", fields.get("rope_theta", theta)))
+
+
+def heads(fields: Fields, default_dim: int | None = None) -> tuple[int, int, int]:
+    """(query heads, KV heads, width of a head); by default the heads share the hidden size."""
+    count = fields.size("num_attention_heads")
+    kv = fields.size("num_key_value_heads", count)
+    if count % kv:
+        raise fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {count}")
+    return count, kv, fields.size("head_dim", default_dim or fields.size("hidden_size") // count)
+
+
+def plain_attention(fields: Fields, rotary: tuple[int, float] = (0, 1.0), **more: Any) -> AttentionSpec:
+    """Attention without an output gate and, unless asked for, without norms."""
+    return AttentionSpec(*heads(fields), *rotary, gated=False, **{"normed": False, **more})
+
+
+def whole_model(fields: Fields, layers: list[LayerSpec], **parts: Any) -> ModelConfig:
+    """The config from what a family read of its own and what all have alike; no field may be left over."""
+    mlps = {layer.mlp for layer in layers}
+    eos = fields.get("eos_token_id", ())
+    config = ModelConfig(
+        model_type=str(fields.get("model_type")),
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        layers=tuple(layers),
+        linear=parts.pop("linear") if any(layer.mixer not in (ATTENTION, "none") for layer in layers) else None,
+        attention=parts.pop("attention") if any(layer.mixer not in (LINEAR, "none") for layer in layers) else None,
+        intermediate_size=parts.pop("intermediate_size", None) or _intermediate(fields, DENSE in mlps),
+        moe=parts.pop("moe") if MOE in mlps else None,
+        rms_norm_eps=fields.number(fields.first("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-6),
+        tie_word_embeddings=fields.flag(fields.first("tie_word_embeddings", "tie_embedding"), parts.pop("tied", False)),
+        max_position_embeddings=fields.size(fields.first("max_position_embeddings", "model_max_length"), 32768),
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        bos_token_id=fields.get("bos_token_id"),
+        pad_token_id=fields.get("pad_token_id"),
+        dtype=fields.get(fields.first("dtype", "torch_dtype")),
+        state_dtype=str(fields.get(fields.first("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "float32")),
+        **{name: value for name, value in parts.items() if name not in ("linear", "attention", "moe")},
+    )
+    fields.check_all_asked()
+    return config
+
+
+def _intermediate(fields: Fields, dense: bool) -> int:
+    if dense:
+        return fields.size("intermediate_size")
+    fields.ignore("intermediate_size")
+    return 0

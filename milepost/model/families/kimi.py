@@ -1,0 +1,130 @@
+"""Kimi-Linear and Ling 3 (`bailing_hybrid`): KDA with latent attention, experts behind a sigmoid router."""
+
+import torch
+
+from milepost.model.config import DENSE, MOE, SIGMOID, GatedDeltaSpec, LayerSpec, ModelConfig
+from milepost.model.families.deepseek import latent_attention, latent_spec, sigmoid_moe
+from milepost.model.families.family import Family, Names
+from milepost.model.families.fields import KINDS, Fields, layer_kinds, whole_model
+from milepost.model.mixers import GatedDelta
+from milepost.model.parts import Maker
+from milepost.model.weights import Reader
+
+_MLPS = {"dense": DENSE, "sparse": MOE}
+
+
+def _kda(maker: Maker, read: Reader, index: int) -> GatedDelta:
+    """Separate projections; z and the decay through a bottleneck (g_a, g_b; f_a, f_b) or directly (g, f)."""
+    config = maker.config
+    spec, hidden, width = config.linear, config.hidden_size, config.linear.key_width
+    qkv = [read(f"{name}_proj.weight", width, hidden) for name in "qkv"]
+    b = read("b_proj.weight", spec.value_heads, hidden)
+    low = spec.value_dim if _through_bottleneck(config) else None
+    if low is None:
+        z, a = (read(f"{name}_proj.weight", width, hidden) for name in "gf")
+        projection, low_rank = maker.linear(*qkv, z, b, a), None
+    else:
+        inward = [read(f"{name}_a_proj.weight", low, hidden) for name in "gf"]
+        projection = maker.linear(*qkv, b, *inward)
+        low_rank = tuple(maker.linear(read(f"{name}_b_proj.weight", width, low)) for name in "gf")
+    conv = torch.cat([read(f"{name}_conv1d.weight", width, 1, spec.kernel) for name in "qkv"])
+    rate = read("A_log", *((1, 1, spec.value_heads, 1) if low else (spec.value_heads,)))
+    return GatedDelta(
+        spec=spec,
+        index=index,
+        eps=config.rms_norm_eps,
+        projection=projection,
+        output=maker.linear(read("o_proj.weight", hidden, width)),
+        conv_weight=maker.vector(conv[:, 0].t()),
+        conv_bias=torch.zeros(spec.channels, device=maker.device),
+        rate=maker.vector(rate.flatten()).exp(),
+        dt_bias=maker.vector(read("dt_bias", width)),
+        norm=maker.vector(read("o_norm.weight", spec.value_dim)),
+        kernels=maker.kernels,
+        low_rank=low_rank,
+    )
+
+
+def _through_bottleneck(config: ModelConfig) -> bool:
+    return config.model_type == "kimi_linear"
+
+
+def _mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
+    count, dense = fields.size("num_hidden_layers"), fields.size("first_k_dense_replace", first_dense, least=0)
+    fields.only("moe_layer_freq", 1)
+    listed = fields.get("mlp_layer_types", ["dense" if i < dense else "sparse" for i in range(count)])
+    if len(listed) != count or not set(listed) <= set(_MLPS):
+        raise fields.refuse("mlp_layer_types", f"{count} of dense and sparse")
+    return [_MLPS[kind] for kind in listed]
+
+
+def _both(mixers: list[str], mlps: list[str]) -> list[LayerSpec]:
+    return [LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
+
+
+def _read_kimi(fields: Fields) -> ModelConfig:
+    said = fields.inner("linear_attn_config")
+    full = said.get("full_attn_layers")  # counted from 1
+    listed = None
+    if full is not None:
+        kinds, count = list(KINDS), fields.size("num_hidden_layers")
+        listed = [kinds[i + 1 in full] for i in range(count)]
+    said.ignore("kda_layers")
+    heads = said.size("num_heads", fields.get("linear_num_heads"))
+    dim = said.size("head_dim", fields.get("linear_head_dim"))
+    kernel = said.size("short_conv_kernel_size", fields.get("linear_conv_kernel_dim", 4), least=2)
+    said.check_all_asked()
+    fields.only("mla_use_nope", True)
+    fields.only("moe_router_activation_func", "sigmoid")
+    fields.only("use_grouped_topk", True)
+    fields.ignore("rope_theta", "rope_scaling")  # no layer has rotary positions
+    return whole_model(
+        fields,
+        _both(layer_kinds(fields, listed), _mlp_kinds(fields, 1)),
+        linear=GatedDeltaSpec(heads, heads, dim, dim, kernel, channel_gates=True, gate=SIGMOID),
+        attention=latent_spec(fields, rotary=False),
+        moe=sigmoid_moe(fields),
+    )
+
+
+def _read_bailing(fields: Fields) -> ModelConfig:
+    heads = fields.size("linear_num_heads", fields.size("num_attention_heads"))
+    # transformers writes the rotary width as head_dim, and the heads' own as linear_head_dim.
+    dim = fields.size(fields.first("linear_head_dim", "head_dim"), 128)
+    kernel = fields.size(fields.first("short_conv_kernel_size", "linear_conv_kernel_dim"), least=2)
+    safe, bound = fields.flag("kda_safe_gate", True), fields.get("kda_lower_bound", -5.0)
+    if not isinstance(bound, int | float) or bound >= 0:
+        raise fields.refuse("kda_lower_bound", "a number below 0")
+    count, group = fields.size("num_hidden_layers"), fields.size("layer_group_size", 6)
+    kinds = list(KINDS)
+    return whole_model(
+        fields,
+        _both(layer_kinds(fields, [kinds[(i + 1) % group == 0] for i in range(count)]), _mlp_kinds(fields, 2)),
+        linear=GatedDeltaSpec(
+            heads, heads, dim, dim, kernel, channel_gates=True, bound=float(bound) if safe else None, gate=SIGMOID
+        ),
+        attention=latent_spec(fields, rotary=True),
+        moe=sigmoid_moe(fields),
+    )
+
+
+_RENAMES = (
+    ("block_sparse_moe", "mlp"),
+    ("shared_experts", "shared_expert"),
+    ("w1", "gate_proj"),
+    ("w2", "down_proj"),
+    ("w3", "up_proj"),
+)
+_BAILING = (
+    ("attention", "self_attn"),
+    ("dense", "o_proj"),
+    ("word_embeddings", "embed_tokens"),
+    ("expert_bias", "e_score_correction_bias"),
+    ("shared_experts", "shared_expert"),
+)
+_NAMES = Names(linear="self_attn")
+
+FAMILIES = {
+    "kimi_linear": Family(_read_kimi, _kda, latent_attention, names=_NAMES, renames=_RENAMES),
+    "bailing_hybrid": Family(_read_bailing, _kda, latent_attention, names=_NAMES, renames=_BAILING),
+}

@@ -1,0 +1,96 @@
+"""Multi-head latent attention: rows hold one latent c and one shared key r per token instead of keys and values.
+
+    k = [U_h c | r]    v = W_h c    for head h; c normed, r turned by its position where the model has positions
+
+Prefill expands the rows it reads to keys and values. Decode takes U and W to the other side instead (absorbs them), so
+that it reads the rows as they are: q . k = (U_h^T q_c) . c + q_r . r, and sum p v = W_h (sum p c).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from milepost.model.config import LatentSpec
+from milepost.model.kernels import Kernels, rms_norm, rotate
+from milepost.model.linear import Linear
+from milepost.model.memory import Memory
+from milepost.model.mixers.attention import attend
+from milepost.model.work import DecodeWork, PrefillWork, Work
+
+Tensor = torch.Tensor
+EPS = 1e-6  # of the norms inside, whatever the config says of the others
+
+
+@dataclass
+class LatentAttention:
+    """Weights: projection [q | latent | key | gate, hidden], output [hidden, heads * value dim], norms float32.
+
+    With a low-rank q the projection gives that instead of q, and q_up [q, q rank] takes it further.
+    expand [heads, nope + value dim, rank] holds U and W; rotary dimensions are in two halves.
+    """
+
+    spec: LatentSpec
+    index: int  # of this layer among the attention layers
+    projection: Linear
+    q_norm: Tensor | None
+    q_up: Linear | None
+    norm: Tensor
+    expand: Tensor
+    output: Linear
+    kernels: Kernels
+
+    def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
+        spec = self.spec
+        keys = memory.keys[self.index]
+        q, row, gate = self._project(x, work)
+        out = x.new_zeros((len(x), spec.heads, spec.value_dim))
+        begin = 0
+        if work.prefill is not None:
+            begin = work.prefill.count
+            self._prefill(q[:begin], row[:begin], work.prefill, keys, out[:begin])
+        if work.decode is not None:
+            self._step(q[begin:], row[begin:], work.decode, keys, out[begin:])
+        if spec.gated:
+            out = out * gate.float().sigmoid().to(out.dtype)[..., None]
+        return self.output(out.flatten(1))
+
+    def _project(self, x: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, heads, nope + rope], rows to keep [rows, rank + rope], gate [rows, heads or 0], in x's dtype."""
+        spec = self.spec
+        first = spec.q_rank or spec.heads * spec.key_dim
+        q, latent, key, gate = self.projection(x).split((first, spec.rank, spec.rope, spec.heads * spec.gated), -1)
+        if self.q_up is not None:
+            q = self.q_up(rms_norm(q, self.q_norm, EPS).to(x.dtype))
+        q = q.unflatten(-1, (spec.heads, -1))
+        latent = rms_norm(latent, self.norm, EPS).to(x.dtype)
+        if spec.rotary_dim:
+            turned = rotate(q[..., spec.nope :].float(), work.cos, work.sin).to(x.dtype)
+            q = torch.cat((q[..., : spec.nope], turned), -1)
+            key = rotate(key[:, None].float(), work.cos, work.sin)[:, 0].to(x.dtype)
+        return q, torch.cat((latent, key), -1), gate
+
+    def _prefill(self, q: Tensor, row: Tensor, prefill: PrefillWork, keys: Tensor, out: Tensor) -> None:
+        keys[prefill.target] = row[prefill.source].to(keys.dtype)
+        for span in prefill.spans:
+            own = slice(span.first, span.first + span.length)
+            rows = row[own] if span.gather is None else keys[span.gather].to(q.dtype)
+            out[own] = attend(q[own], *self._expanded(rows), span)
+
+    def _expanded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [rows, heads, nope + rope] and values [rows, heads, value dim]."""
+        spec = self.spec
+        latent, key = rows.split((spec.rank, spec.rope), -1)
+        both = (latent @ self.expand.flatten(0, 1).t()).unflatten(-1, (spec.heads, -1))
+        k, v = both.split((spec.nope, spec.value_dim), -1)
+        return torch.cat((k, key[:, None].expand(-1, spec.heads, -1)), -1), v
+
+    def _step(self, q: Tensor, row: Tensor, work: DecodeWork, keys: Tensor, out: Tensor) -> None:
+        """Padding rows take part in the products, whose results may depend on the number of rows (strict mode)."""
+        spec, count = self.spec, work.count
+        keys[work.last_rows(q.device)] = row[:count].to(keys.dtype)
+        up, down = self.expand.split((spec.nope, spec.value_dim), 1)
+        absorbed = torch.einsum("bhn,hnr->bhr", q[..., : spec.nope], up)
+        query = torch.cat((absorbed, q[..., spec.nope :]), -1)[:count].float() * spec.key_dim**-0.5
+        mean = absorbed.new_zeros((len(q), spec.heads, spec.rank))
+        mean[:count] = self.kernels.latent_step(spec, query, work, keys)
+        out.copy_(torch.einsum("bhr,hvr->bhv", mean, down))
