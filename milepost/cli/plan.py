@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, Number, flags, lane_rules
 from milepost.cli.size import MEMORY_FLAGS, MODEL_FLAGS, MORE_FLAGS, chosen_model, setup
 from milepost.cli.size_report import Setup
+from milepost.core.sizing import Wish
 from milepost.errors import ConfigError
 from milepost.sim import bootlog
 from milepost.sim.advice import advise
@@ -30,6 +31,8 @@ PLAN_FLAGS = [
     click.option("--prefill-tps", type=Number(15000), help="Prefill tokens a second, if known."),
     click.option("--decode-ms", type=Number(20), help="Milliseconds of a decode step, if known."),
     click.option("--also-state-dtype", metavar="NAME", help="Try states in this dtype too: bfloat16, say."),
+    click.option("--also-draft-tokens", type=Int(4), help="Try so many draft tokens too; needs --draft-speedup."),
+    click.option("--draft-speedup", type=Number(1.8), help="Tokens that a step with drafts yields on average."),
     click.option("--speed-of", metavar="GPU", help="Speeds of this GPU, where --rest-memory is given [--gpu]."),
     click.option("--workers", type=Int(2), default=os.cpu_count() or 1, show_default=True, help="Processes."),
     click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page, and a PNG beside it."),
@@ -60,10 +63,7 @@ def plan(ctx: click.Context, trace: Path | None, **values: Any) -> None:
     traffic = _traffic(trace, values, sizes)
     wish = replace(sizes.wish, slots=None, tokens=None)
     tried = candidates(sizes.budget, sizes.costs, wish)
-    if values["also_state_dtype"]:
-        other = setup({**ask, "mamba_ssm_dtype": values["also_state_dtype"]}, _given(ctx), chosen_model(values))
-        extra = (("--mamba-ssm-dtype", values["also_state_dtype"]),)
-        tried += [replace(one, extra=extra) for one in candidates(sizes.budget, other.costs, wish)]
+    tried += _others(ctx, ask, wish, sizes.budget)
     if not tried:
         raise ConfigError("--rest-memory", sizes.budget, "leaves no room for one request in any split", "62GiB")
     judged = _search(Search(traffic, values["seeds"], values["workers"]), tried)
@@ -78,6 +78,28 @@ def plan(ctx: click.Context, trace: Path | None, **values: Any) -> None:
         click.echo(json.dumps(advice, indent=2))
     else:
         _show(advice)
+
+
+def _others(ctx: click.Context, ask: dict[str, Any], wish: Wish, budget: int) -> list[Candidate]:
+    """Candidates with what the user wants to be tried besides: states in another dtype, draft tokens."""
+    found, tries = [], []
+    if ask["also_state_dtype"]:
+        tries.append(("mamba_ssm_dtype", ask["also_state_dtype"], 1.0))
+    if (ask["also_draft_tokens"] is None) != (ask["draft_speedup"] is None):
+        flag, works = ("--draft-speedup", 1.8) if ask["draft_speedup"] is None else ("--also-draft-tokens", 4)
+        raise ConfigError(flag, "(not set)", "is needed with the other one: no acceptance is modelled", works)
+    if ask["also_draft_tokens"]:
+        if ask["max_running_requests"] is None:
+            allowed = "must be set with --also-draft-tokens: so many draft states are kept"
+            raise ConfigError("--max-running-requests", "(not set)", allowed, ask["lanes"] or 16)
+        if ask["draft_speedup"] < 1:
+            raise ConfigError("--draft-speedup", ask["draft_speedup"], "must be at least 1", 1.8)
+        tries.append(("speculative_num_draft_tokens", ask["also_draft_tokens"], ask["draft_speedup"]))
+    for name, value, speedup in tries:
+        costs = setup({**ask, name: value}, _given(ctx), chosen_model(ask)).costs
+        extra = ((f"--{name.replace('_', '-')}", str(value)),)
+        found += [replace(one, extra=extra, speedup=speedup) for one in candidates(budget, costs, wish)]
+    return found
 
 
 def _given(ctx: click.Context) -> dict[str, str]:

@@ -18,7 +18,7 @@ from milepost.core.checkpoint import CHOICES, LEVELS, CheckpointPolicy, Reason, 
 from milepost.core.scheduler import Limits
 from milepost.core.sizing import Costs, Wish, size
 from milepost.errors import ConfigError
-from milepost.sim.cost import Cost
+from milepost.sim.cost import Cost, Drafted
 from milepost.sim.lanes import LaneRules, Lanes
 from milepost.sim.replay import Arrivals, Replay, Served, latencies, missed_by_reason
 from milepost.sim.timeline import Timeline
@@ -37,7 +37,8 @@ ENDLESS = 1 << 40
 class Candidate:
     """Flags, and the pools they give. `at`: a level, or reasons by name; `cap` None: no cap per path.
 
-    Slots and rows are of one rank. `extra`: further flags that the pools follow from.
+    Slots and rows are of one rank. `extra`: further flags that the pools follow from. `speedup`: tokens that a decode
+    step yields on average, above 1 with drafts.
     """
 
     strategy: str
@@ -48,12 +49,13 @@ class Candidate:
     ratio: float
     limit: int
     extra: tuple[tuple[str, str], ...] = ()
+    speedup: float = 1.0
 
     @property
     def name(self) -> str:
         at = f"level {self.at}" if self.at in ("2", "3") else f"at {self.at}"
         cap = "no cap" if self.cap is None else f"cap {self.cap}"
-        extra = "".join(f" {value}," for _, value in self.extra)
+        extra = "".join(f" {flag.split('-')[-1]} {value}," for flag, value in self.extra)
         return f"{self.strategy}, {at}, {cap},{extra} {self.slots} slots"
 
     @property
@@ -123,7 +125,8 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
     limits = Limits(candidate.limit, traffic.chunk, ENDLESS)
     scheduler = scheduler_in(stuff.grain, (candidate.slots, candidate.rows), limits, strategy, policy)
     timeline = Timeline(sample or float("inf"))
-    run = Replay(scheduler, stuff, traffic.cost, timeline=timeline)
+    cost = traffic.cost if candidate.speedup == 1.0 else Drafted(traffic.cost, candidate.speedup)
+    run = Replay(scheduler, stuff, cost, timeline=timeline)
     if traffic.rules is None:
         served = list(run.run(Arrivals(traffic.trace.turns)))
     else:

@@ -54,6 +54,17 @@ def test_states_in_another_dtype_are_tried_too(trace):
     assert dtypes == {None, "bfloat16"}
 
 
+def test_drafts_are_tried_with_the_speed_that_the_user_knows(trace):
+    args = [*MODEL, *SPEED, *QUICK, "--lanes", 6, "--max-running-requests", 6, "--json"]
+    args += ["--also-draft-tokens", "4", "--draft-speedup", "2"]
+    plan = json.loads(call(trace, *args).stdout)
+    drafted = [c for c in plan["candidates"] if c["flags"].get("--speculative-num-draft-tokens") == "4"]
+    plain = [c for c in plan["candidates"] if "--speculative-num-draft-tokens" not in c["flags"]]
+    assert max(c["output_tps_mean"] for c in drafted) > max(c["output_tps_mean"] for c in plain)
+    smallest = {c["kv_tokens"] for c in plain if c["ratio"] == drafted[0]["ratio"]}
+    assert all(drafted[0]["kv_tokens"] < tokens for tokens in smallest), "draft states take KV"
+
+
 def test_a_first_boot_is_compared(trace, tmp_path):
     log = tmp_path / "boot.log"
     log.write_text(
@@ -70,6 +81,8 @@ def test_a_first_boot_is_compared(trace, tmp_path):
         (["--workload", "agents"], "give one of TRACE and --workload"),
         (["--lanes", "0", *SPEED], "--lanes 0: must be at least 1"),
         (["--start-window", "0.8,0.2", "--lanes", "4", *SPEED], "--start-window 0.8,0.2: must be none"),
+        (["--also-draft-tokens", "4", *SPEED], "--draft-speedup (not set): is needed"),
+        (["--also-draft-tokens", "4", "--draft-speedup", "2", *SPEED], "--max-running-requests (not set): must be set"),
         (["--prefill-tps", "100"], "--decode-ms (not set): is needed"),
         ([], "--gpu (not set): is needed for speeds"),
         (["--seeds", "0", *SPEED], "--seeds 0: must be at least 1"),
