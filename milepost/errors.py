@@ -5,6 +5,7 @@
     ├── ModelError
     │   ├── ModelConfigError   a config.json that is unknown or only half supported
     │   └── WeightsError       tensors missing, unexpected or of another shape
+    ├── MissingExtra           packages of an optional part are not installed
     ├── TraceError             a trace file that can't be read: names file and line
     └── RequestError           a request that can't be served; its sender is told why
         ├── InvalidRequest     a field is wrong (HTTP 400)
@@ -39,6 +40,13 @@ class ModelConfigError(ModelError):
 
 class WeightsError(ModelError):
     """The tensors don't fit the config."""
+
+
+class MissingExtra(MilepostError):
+    """A part of Milepost needs packages that are not installed."""
+
+    def __init__(self, what: str, package: str | None, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package}; pip install 'milepost[{extra}]' brings it")
 
 
 class TraceError(MilepostError):

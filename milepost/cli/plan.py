@@ -17,7 +17,7 @@ from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, Number, flags, lane
 from milepost.cli.size import MEMORY_FLAGS, MODEL_FLAGS, MORE_FLAGS, chosen_model, setup
 from milepost.cli.size_report import Setup
 from milepost.core.sizing import Wish
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, MissingExtra
 from milepost.sim import bootlog
 from milepost.sim.advice import advise
 from milepost.sim.cost import ConstantSpeed, Cost
@@ -58,6 +58,8 @@ def plan(ctx: click.Context, trace: Path | None, **values: Any) -> None:
         --kv-cache-dtype fp8 --prefill-tps 15000 --decode-ms 20 --report plan.html
     """
     _check_numbers(values)
+    if values["report"]:
+        _check_plotting()
     ask = {**values, "concurrency": None, "sessions": 0, "context": None}
     sizes = setup(ask, _given(ctx), chosen_model(values))
     traffic = _traffic(trace, values, sizes)
@@ -115,6 +117,15 @@ def _check_numbers(values: dict[str, Any]) -> None:
     for name in ("prefill_tps", "decode_ms"):
         if values[name] is not None and values[name] <= 0:
             raise ConfigError(f"--{name.replace('_', '-')}", values[name], "must be above 0", 20)
+
+
+def _check_plotting() -> None:
+    """Asked for before the replays, which take minutes."""
+    try:
+        import milepost.report.page
+        import milepost.report.picture  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtra("--report", str(error.name).split(".")[0], "plan") from None
 
 
 def _traffic(path: Path | None, values: dict[str, Any], sizes: Setup) -> Traffic:
@@ -187,12 +198,8 @@ def _titles(advice: dict[str, Any], sizes: Setup, values: dict[str, Any]) -> dic
 
 def _report(path: Path, advice: dict[str, Any], judged: list[Judged], traffic: Traffic) -> None:
     """The page, a PNG and the JSON beside it."""
-    try:
-        from milepost.report import page, picture
-    except ImportError as error:
-        raise ConfigError(
-            "--report", path, f"needs the plotting packages ({error.name})", "pip install plotly"
-        ) from None
+    from milepost.report import page, picture
+
     names = [advice["recommended"]["milepost"]["name"], advice["recommended"]["sglang"]["name"]]
     names += [advice["baseline"]["name"]] if advice["baseline"] else []
     by_name = {j.candidate.name: j for j in judged}

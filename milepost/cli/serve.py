@@ -9,6 +9,7 @@ import click
 from milepost.cli.flags import CACHE_FLAGS, Int, flags, pick
 from milepost.config import CacheConfig, ServeConfig, resolve
 from milepost.engine.record import RecordingEngine, TraceFile, check
+from milepost.errors import MissingExtra
 
 SERVE_FLAGS = [
     click.option("--model-path", type=click.Path(path_type=Path), help="A Hugging Face folder [embedded model]."),
@@ -40,10 +41,13 @@ def serve(log_level: str, **values: Any) -> None:
     record = Path(config.record_trace) if config.record_trace else None
     if record is not None:
         check(record, config.record_block)
-    from milepost.boot import boot
-    from milepost.server.app import create_app
-    from milepost.server.protocol import ServerSettings
-    from milepost.server.run import run
+    try:
+        from milepost.boot import boot
+        from milepost.server.app import create_app
+        from milepost.server.protocol import ServerSettings
+        from milepost.server.run import run
+    except ModuleNotFoundError as error:
+        raise MissingExtra("serve", error.name, "serve") from None
 
     booted = boot(config, cache)
     for line in booted.lines:
