@@ -65,7 +65,8 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
     if device.type == "cuda" and sizes == (None,) * 4:
         cache = replace(cache, mem_fraction_static=DEFAULT_FRACTION)
     costs = _costs(shape, resolved, serve.mamba_ssm_dtype or shape.state_dtype, dtype_name)
-    pools = size(cache, costs, context, lambda fraction: _free(folder, device, dtype_name, fraction))
+    widened = dtype_name == "float32" and model.dtype in ("bfloat16", "float16")
+    pools = size(cache, costs, context, lambda fraction: _free(folder, device, widened, fraction))
     decoder = load_decoder(folder, device=device, dtype=serve.dtype)
     page = resolved.strategy.page
     memory = Memory(
@@ -140,13 +141,13 @@ def size(cache: cfg.CacheConfig, costs: sizing.Costs, context: int, free: Callab
     return sizing.size(budget, costs, wish)
 
 
-def _free(folder: Path, device: torch.device, dtype: str, fraction: float) -> int:
-    """Bytes for both pools when these and the weights may take `fraction` of the memory that is free now."""
+def _free(folder: Path, device: torch.device, widened: bool, fraction: float) -> int:
+    """Bytes for both pools when these and the weights may take `fraction` of the memory that is free now.
+
+    `widened`: the weights take twice what their files do.
+    """
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if dtype == "float32":
-        stored = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype"))
-        weights *= 2 if stored in ("bfloat16", "float16") else 1
-    return sizing.rest_memory(free_memory(device), weights, fraction)
+    return sizing.rest_memory(free_memory(device), weights * (2 if widened else 1), fraction)
 
 
 def free_memory(device: torch.device) -> int:

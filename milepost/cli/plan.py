@@ -10,16 +10,16 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from milepost.cli.bar import bar
 from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, Number, flags, lane_rules
 from milepost.cli.size import MEMORY_FLAGS, MODEL_FLAGS, MORE_FLAGS, chosen_model, setup
 from milepost.cli.size_report import Setup
 from milepost.core.sizing import Wish
 from milepost.errors import ConfigError, MissingExtra
 from milepost.sim import bootlog
-from milepost.sim.advice import advise
+from milepost.sim.advice import advise, binds
 from milepost.sim.cost import ConstantSpeed, Cost
 from milepost.sim.formats.detect import read
 from milepost.sim.planner import Candidate, Judged, Search, Traffic, candidates, replay
@@ -165,9 +165,7 @@ def _cost(values: dict[str, Any], sizes: Setup) -> Cost:
 
 
 def _search(search: Search, tried: list[Candidate]) -> list[Judged]:
-    console = Console(stderr=True)
-    columns = [TextColumn("replays"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar("replays") as progress:
         task = progress.add_task("replays", total=None)
         judged: list[Judged] = []
         for done, planned, found in search.run(tried):
@@ -207,7 +205,7 @@ def _report(path: Path, advice: dict[str, Any], judged: list[Judged], traffic: T
     runs = {name: replay(by_name[name].candidate, traffic, 0, sample=traffic.seconds / 400) for name in chosen}
     full = {
         **advice,
-        "timelines": [(name, advice_binds(advice, name), runs[name].samples) for name in chosen],
+        "timelines": [(name, binds(by_name[name]), runs[name].samples) for name in chosen],
         "lost": [(name, runs[name].lost) for name in chosen],
     }
     try:
@@ -218,10 +216,6 @@ def _report(path: Path, advice: dict[str, Any], judged: list[Judged], traffic: T
     except OSError as error:
         raise ConfigError("--report", path, f"can't be written ({error.strerror})", "plan.html") from None
     click.echo(f"wrote {path}, {path.with_suffix('.png')} and {path.with_suffix('.json')}", err=True)
-
-
-def advice_binds(advice: dict[str, Any], name: str) -> str:
-    return next(str(c["binds"]) for c in advice["candidates"] if c["name"] == name)
 
 
 def _show(advice: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from milepost.cli.bar import bar
 from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, flags, lane_rules, pick
 from milepost.config import CacheConfig, resolve
 from milepost.core.scheduler import Limits, Scheduler
@@ -101,9 +101,7 @@ def _run(replay: Replay, source: Trace, values: dict[str, Any]) -> list[Served]:
 
 
 def _watched(served: Iterator[Served], total: int | None) -> list[Served]:
-    columns = [TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar("replay") as progress:
         return list(progress.track(served, total=total, description="replay"))
 
 

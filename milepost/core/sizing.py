@@ -17,7 +17,6 @@ from milepost.errors import ConfigError
 MIB, GIB = 2**20, 2**30
 RATIO = 0.9
 WINDOW_RATIO = 0.8
-HOST_RATIO = 2.0
 NO_KV_ROWS = 2**24
 """Rows of a model without KV: they cost nothing, they only have to be enough."""
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from milepost.errors import TraceError
 from milepost.sim.replay import Served
-from milepost.sim.trace import BlockMaterial, Blocks, Segments, SessionId, TokenMaterial, Trace, Turn
+from milepost.sim.trace import Blocks, Material, Segments, SessionId, Trace, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,13 @@ class _Play:
 class Lanes:
     """A `Feed`. Turns carry the play's number in their session; `is_warm_up` tells what counts in no figure."""
 
-    def __init__(self, trace: Trace, rules: LaneRules, material: object) -> None:
+    def __init__(self, trace: Trace, rules: LaneRules, material: Material) -> None:
         self.rules = rules
         self._trees = trees(trace)
-        self._material = material if isinstance(material, BlockMaterial | TokenMaterial) else None
+        self._material = material
         self._chance = np.random.default_rng(rules.seed)
         self._order = self._shuffled()
-        self._plays: dict[str, _Play] = {}
-        self._recorded: dict[str, tuple[SessionId, int]] = {}
+        self._plays: dict[str, tuple[_Play, SessionId]] = {}
         self._warm_up: set[tuple[SessionId, int]] = set()
         self._number = 0
         self._played: set[SessionId] = set()
@@ -130,8 +129,7 @@ class Lanes:
 
     def after(self, served: Served, now: float) -> Sequence[tuple[float, Turn]]:
         name = str(served.turn.session)
-        play = self._plays[name]
-        session = self._recorded[name][0]
+        play, session = self._plays[name]
         events: list[tuple[float, Turn]] = []
         for child in play.tree.hanging.get((session, served.turn.turn), ()):
             first = play.tree.sessions[child][0]
@@ -170,10 +168,8 @@ class Lanes:
         self._played.add(tree.root)
         play = _Play(tree, self._number, lane, self._shared if again else None)
         for session, turns in tree.sessions.items():
-            name = f"{play.number}|{session}"
-            self._plays[name], self._recorded[name] = play, (session, len(turns))
-            if self._material is not None:
-                self._material.add([play.turn(turn) for turn in turns])
+            self._plays[f"{play.number}|{session}"] = play, session
+            self._material.add([play.turn(turn) for turn in turns])
         at = self._start(tree) if fresh and self.rules.start else 0
         sent = self._send(play, tree.root, at, now)
         if at:

@@ -22,7 +22,7 @@ from milepost.sim.cost import Cost, Drafted
 from milepost.sim.lanes import LaneRules, Lanes
 from milepost.sim.replay import Arrivals, Replay, Served, latencies, missed_by_reason
 from milepost.sim.timeline import Timeline
-from milepost.sim.trace import BlockMaterial, Material, Trace, Turn, material
+from milepost.sim.trace import Trace, Turn, material
 from milepost.sim.units import scheduler_in
 
 STRATEGIES: dict[str, SlotStrategy] = {
@@ -119,7 +119,7 @@ class Outcome:
 
 def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.0) -> Outcome:
     """One run. `sample`: seconds between samples of the pools over time; 0 keeps none."""
-    stuff = material(traffic.trace) if traffic.rules is None else lane_material(traffic.trace)
+    stuff = material(traffic.trace)
     policy = CheckpointPolicy(candidate.reasons, traffic.interval, candidate.cap)
     strategy = cp.with_cap(STRATEGIES[candidate.strategy], None, policy)
     limits = Limits(candidate.limit, traffic.chunk, ENDLESS)
@@ -133,11 +133,6 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
         lanes = Lanes(traffic.trace, replace(traffic.rules, seed=seed), stuff)
         served = [one for one in run.run(lanes, traffic.seconds, traffic.rules.idle) if not lanes.is_warm_up(one.turn)]
     return _outcome(candidate, seed, served, run, timeline)
-
-
-def lane_material(trace: Trace) -> Material:
-    """Material to which plays of sessions are added as they begin."""
-    return BlockMaterial((), trace.block) if trace.block is not None else material(trace)
 
 
 def _outcome(candidate: Candidate, seed: int, served: list[Served], run: Replay, timeline: Timeline) -> Outcome:

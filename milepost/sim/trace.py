@@ -113,6 +113,9 @@ class Material(Protocol):
 
     grain: int
 
+    def add(self, turns: Sequence[Turn]) -> None:
+        """More turns that may follow each other."""
+
     def prompt(self, turn: Turn) -> Tokens: ...
 
     def output(self, turn: Turn) -> Tokens: ...
@@ -125,6 +128,9 @@ class SegmentMaterial:
 
     def __init__(self) -> None:
         self._made: dict[str, Tokens] = {}
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Nothing to learn: a turn names all its pieces."""
 
     def prompt(self, turn: Turn) -> Tokens:
         assert isinstance(turn.identity, Segments)

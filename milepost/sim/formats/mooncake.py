@@ -6,7 +6,7 @@ The block size is not in the file: it is an option, or comes from the sidecar FI
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from milepost.errors import TraceError
@@ -169,12 +169,6 @@ def millis(seconds: float) -> float:
     """A whole number where it is one."""
     value = round(seconds * 1e3, 3)
     return int(value) if value == int(value) else value
-
-
-def row_ids(turns: Sequence[Turn]) -> Iterator[tuple[int, list[int]]]:
-    """Each prompt's length and all its ids, the partial tail's too."""
-    for turn in turns:
-        yield turn.prompt_len, blocks.all_ids(turn).tolist()
 
 
 FORMAT = Format("mooncake", matches, parse, write, frozenset({"block", "infer_sessions"}))
