@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from milepost.core.cache import PrefixCache
+from milepost.core.cache import PrefixCache, Snapshot
 from milepost.core.checkpoint import EXACT, CheckpointPolicy, Reason
 from milepost.core.pool import Owner, RowPool, SlotPool
 from milepost.core.tokens import length
@@ -52,7 +52,7 @@ def publish(cache: PrefixCache, tokens: np.ndarray, step: int) -> None:
     rows = np.concatenate([cache.path_rows(lease.node), cache.take_rows(tokens.size - start, PUBLISHER)])
     for stop in range(start + step, tokens.size + 1, step):
         slot = cache.take_slot(PUBLISHER)
-        cache.publish(lease, tokens[:stop].tobytes(), rows, (slot, Reason.CHUNK))
+        cache.publish(lease, tokens[:stop].tobytes(), rows, Snapshot(stop, slot, Reason.CHUNK))
     cache.release(lease)
 
 
@@ -94,7 +94,7 @@ def measure_publish(cache: PrefixCache, prompt: int) -> float:
 
         def deed(buffer=buffer, lease=lease, rows=rows, slot=slot) -> None:
             key = buffer[: prompt + CHUNK].tobytes()
-            cache.publish(lease, key, rows, (slot, Reason.CHUNK))
+            cache.publish(lease, key, rows, Snapshot(prompt + CHUNK, slot, Reason.CHUNK))
 
         times.append(timed(deed))
         cache.release(lease)

@@ -8,6 +8,7 @@ from milepost.core.plan import Plan
 from milepost.core.request import Finish, Request, Sampling
 from milepost.core.scheduler import Event, Limits, Scheduler
 from milepost.core.tokens import pack, unpack
+from milepost.core.window import Windows
 from milepost.sim.executor import Memory, SimExecutor, digests, draw_from_prefix
 
 VOCABULARY = 3  # small, so that generated texts run into each other
@@ -32,11 +33,12 @@ class Harness:
         policy: CheckpointPolicy | None = None,
         limits: Limits | None = None,
         vocabulary: int = VOCABULARY,
+        windows: Windows = Windows(),  # noqa: B008 - frozen
     ) -> None:
         policy = policy or CheckpointPolicy()
         limits = limits or Limits(8, 8, 10_000)
-        self.scheduler = Scheduler(rows, slots, limits, strategy, policy)
-        memory = Memory(rows + strategy.page, slots)
+        self.scheduler = Scheduler(rows, slots, limits, strategy, policy, windows)
+        memory = Memory(rows + strategy.page, slots, windows)
         self.executor = SimExecutor(draw_from_prefix(vocabulary), memory=memory)
         self.texts: dict[int, list[int]] = {}
         self.ends: dict[int, Event] = {}
@@ -89,10 +91,10 @@ class Harness:
     def idle_check(self) -> None:
         """With nothing running, only free and tree remain; an emptied cache leaves whole pools."""
         stats = self.scheduler.stats()
-        assert stats.states.held == stats.rows.held == 0
+        assert stats.states.held == stats.rows.held == stats.windows.held == 0
         assert self.scheduler.flush()
         stats = self.scheduler.stats()
-        assert stats.states.free == stats.states.size and stats.rows.free == stats.rows.size
+        assert all(pool.free == pool.size for pool in (stats.states, stats.rows, stats.windows))
 
 
 def finished(event: Event) -> bool:

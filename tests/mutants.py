@@ -28,6 +28,48 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a state goes and its window stays",
+        "core/cache.py",
+        "        self.windows.unkeep(node.window)\n",
+        "",
+    ),
+    Mutant(
+        "the window is trimmed one row too far",
+        "core/window.py",
+        "        low = position - self._pool.reach\n",
+        "        low = position - self._pool.reach + 1\n",
+    ),
+    Mutant(
+        "the window of a pinned state is not in use",
+        "core/cache.py",
+        "            self.windows.use(node.window)\n",
+        "",
+    ),
+    Mutant(
+        "a resumed sequence does not hold the window it reads",
+        "core/window.py",
+        "        self._pool.use(rows)\n        self._rows, self.low",
+        "        self._rows, self.low",
+    ),
+    Mutant(
+        "window pressure evicts checkpoints that free nothing",
+        "core/cache.py",
+        "lambda holder: windows.spare(holder.window) > 0",
+        "",
+    ),
+    Mutant(
+        "a rolled snapshot keeps its window",
+        "core/scheduler.py",
+        "            self.cache.windows.unuse(sequence.snapshot.window)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "admission forgets the windows of those who run",
+        "core/scheduler.py",
+        "        return running + whole(sequence)",
+        "        return whole(sequence)",
+    ),
+    Mutant(
         "split moves the checkpoint up",
         "core/tree.py",
         "        upper.kv.pins = lower.kv.pins\n",
@@ -37,8 +79,8 @@ MUTANTS = [
     Mutant(
         "state eviction ignores pins",
         "core/evict.py",
-        "if node.state.pins == 0:\n                    return",
-        "if True:\n                    return",
+        "if node.state.pins == 0 and worth(node):\n                    return",
+        "if worth(node):\n                    return",
     ),
     Mutant(
         "release does not requeue the leaf",
@@ -51,7 +93,7 @@ MUTANTS = [
     Mutant(
         "duplicate state leaks",
         "core/cache.py",
-        "            self.slots.give(slot, lease.owner)\n            node.note = min",
+        "            self.slots.give(checkpoint.slot, lease.owner)\n            node.note = min",
         "            node.note = min",
     ),
     Mutant(

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from milepost.core.cache import PrefixCache
-from milepost.core.pool import FREE, TREE, Owner, Rows, Slot
+from milepost.core.pool import FREE, NO_ROWS, TREE, Owner, Rows, Slot
 from milepost.core.scheduler import Scheduler
 from milepost.core.sequence import Sequence, Status
 from milepost.core.tokens import WIDTH, length
@@ -24,6 +24,7 @@ def audit(scheduler: Scheduler) -> list[str]:
     found += _structure(cache, nodes)
     found += _pins(scheduler, nodes)
     found += _ownership(scheduler, nodes)
+    found += _windows(scheduler, nodes)
     found += _orders(cache, nodes)
     found += _sequences(scheduler)
     return found
@@ -106,6 +107,33 @@ def _ownership(scheduler: Scheduler, nodes: list[Node]) -> list[str]:
         found.append("1: the free rows are not as many as the stack holds")
     found += [f"1: {owner} owns {count} rows and is gone" for owner, count in counted.items()]
     return found + _slot_ownership(scheduler, slot_uses)
+
+
+def _windows(scheduler: Scheduler, nodes: list[Node]) -> list[str]:
+    """Each window row is counted by those who name it, and each state has the window before it."""
+    pool = scheduler.cache.windows
+    kept, used = np.zeros(pool.size + 1, np.int32), np.zeros(pool.size + 1, np.int32)
+    found = []
+    for node in nodes:
+        if node.window.size != (min(pool.reach, node.end) if node.state.device is not None else 0):
+            found.append(f"4: {node} has {node.window.size} rows of a window")
+        np.add.at(kept, node.window, 1)
+        if node.state.pins:
+            np.add.at(used, node.window, 1)
+    for sequence in scheduler.running():
+        window, snapshot = sequence.window, sequence.snapshot
+        named = [window.until(window.high), snapshot.window if snapshot is not None else NO_ROWS]
+        for rows in named:
+            np.add.at(used, rows, 1)
+        if pool.reach and (window.high != sequence.computed or window.low > max(0, window.high - pool.reach)):
+            found.append(f"7: sequence {sequence.number} at {sequence.computed} holds {window.low}..{window.high}")
+    if not np.array_equal(kept, pool.counts()[0]) or not np.array_equal(used, pool.counts()[1]):
+        found.append("1: window rows are named by others than are counted")
+    if pool.free != int(((kept == 0) & (used == 0))[1:].sum()):
+        found.append("1: the free window rows are not as many as the stack holds")
+    if pool.evictable != int(((kept > 0) & (used == 0)).sum()):
+        found.append(f"1: {pool.evictable} window rows are said to be evictable")
+    return found
 
 
 def _slot_ownership(scheduler: Scheduler, uses: dict[Owner, list[Slot]]) -> list[str]:

@@ -8,6 +8,9 @@ It owns the tree and decides about ids in both pools; it never sees a byte of KV
     release    replay the receipt
     take_*     rows or a slot for a sequence, evicting what nobody pins (reclaim)
 
+A model with sliding-window layers has a third pool (`core.window`): a checkpoint then is a state and the window before
+it, which come and go together, so that whoever finds a state finds all that resuming needs.
+
 The rows of a running sequence, as `publish` cuts them:
 
     0 ………………… lease.node.end ………………………… computed ……… held
@@ -18,16 +21,18 @@ The rows of a running sequence, as `publish` cuts them:
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from milepost.core.checkpoint import SPARED, Cap, CheckpointPolicy, Reason, SlotStrategy
 from milepost.core.evict import Victims
 from milepost.core.history import History
-from milepost.core.pool import TREE, Owner, RowPool, Rows, Slot, SlotPool
+from milepost.core.pool import NO_ROWS, TREE, Owner, RowPool, Rows, Slot, SlotPool
 from milepost.core.stats import Counters, Loss, PoolUse
 from milepost.core.tokens import WIDTH, Packed, common, cut, length
 from milepost.core.tree import Node, RadixTree
+from milepost.core.window import WindowPool, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,23 @@ class Match:
     loss: Loss | None
 
 
+class Snapshot(NamedTuple):
+    """A state copied out at `position` and not yet published, with the rows of its window, which are in use."""
+
+    position: int
+    slot: Slot
+    reason: Reason
+    window: Rows = NO_ROWS
+
+
+class Room(NamedTuple):
+    """What could be had of each pool: what is free and what would be evicted."""
+
+    rows: int
+    slots: int
+    windows: int
+
+
 class Lease:
     """A running sequence's receipt: KV is pinned from the root to `node`, and the state of `state` if not None."""
 
@@ -57,10 +79,18 @@ class Lease:
 
 
 class PrefixCache:
-    def __init__(self, rows: RowPool, slots: SlotPool, strategy: SlotStrategy, policy: CheckpointPolicy) -> None:
+    def __init__(
+        self,
+        rows: RowPool,
+        slots: SlotPool,
+        strategy: SlotStrategy,
+        policy: CheckpointPolicy,
+        windows: Windows = Windows(),  # noqa: B008 - frozen
+    ) -> None:
         assert rows.page == strategy.page
         self.rows = rows
         self.slots = slots
+        self.windows = WindowPool(windows)
         self.strategy = strategy
         self.policy = policy
         self.tree = RadixTree(strategy.page)
@@ -104,8 +134,8 @@ class PrefixCache:
             return live, live < length(key) and (bool(deepest.children) or (went_on and live == seen))
         return seen, went_on
 
-    def room(self, match: Match) -> tuple[int, int]:
-        """Rows and slots that could be had once `match` is acquired: what is free and what would be evicted.
+    def room(self, match: Match) -> Room:
+        """What could be had once `match` is acquired.
 
         The matched checkpoint itself counts as a slot where it may be taken over.
         """
@@ -114,7 +144,11 @@ class PrefixCache:
             own += length(node.edge) if node.kv.pins == 0 else 0
             node = node.parent
         pinned_now = int(match.resume > 0 and match.node.state.pins == 0 and self.strategy.whole_leaf)
-        return self.rows.free + self.victims.rows - own, self.slots.free + self.victims.states - pinned_now
+        return Room(
+            self.rows.free + self.victims.rows - own,
+            self.slots.free + self.victims.states - pinned_now,
+            self.windows.room - self.windows.spare(match.node.window),
+        )
 
     def path_rows(self, node: Node) -> Rows:
         """The rows of all positions up to the end of `node`."""
@@ -125,12 +159,13 @@ class PrefixCache:
             node = node.parent
         return rows
 
-    def use(self) -> tuple[PoolUse, PoolUse]:
-        """The state pool and the row pool as they are."""
-        victims = self.victims
+    def use(self) -> tuple[PoolUse, PoolUse, PoolUse]:
+        """The pools of states, rows and windows as they are."""
+        victims, windows = self.victims, self.windows
         return (
             PoolUse(self.slots.size, self.slots.free, victims.states, victims.marked),
             PoolUse(self.rows.size, self.rows.free, victims.rows),
+            PoolUse(windows.size, windows.free, windows.evictable),
         )
 
     # Leases
@@ -166,7 +201,7 @@ class PrefixCache:
 
     # Publishing
 
-    def publish(self, lease: Lease, key: Packed, rows: Rows, checkpoint: tuple[Slot, Reason] | None) -> Node:
+    def publish(self, lease: Lease, key: Packed, rows: Rows, checkpoint: Snapshot | None) -> Node:
         """Give the KV of `key`, and a state that has consumed exactly `key`, to the tree.
 
         `rows` are those of the sequence and hold at least `key`; where the tree has rows already they are
@@ -174,6 +209,7 @@ class PrefixCache:
         lease is moved to the node of `key`, which is returned.
         """
         stop = length(key)
+        assert checkpoint is None or checkpoint.position == stop
         assert lease.node.end <= stop and stop % self.tree.page == 0
         walk = self.tree.walk(lease.node, key, stop)
         node = walk.node if walk.partial is None else self._split(walk.partial, walk.shared)
@@ -190,7 +226,7 @@ class PrefixCache:
         self._pin_path(node, lease.node)
         lease.node = node
         if checkpoint is not None:
-            self._store(node, lease, *checkpoint)
+            self._store(node, lease, checkpoint)
             if self.strategy.cap is Cap.RELEASE:
                 self.cap(node)
             if self.strategy.whole_leaf:
@@ -241,12 +277,18 @@ class PrefixCache:
         if self.slots.free == 0:
             if self.victims.states == 0:
                 return None
-            node = self.victims.state_victim()
-            self.drop_state(node, Loss.STATE_PRESSURE)
-            self.counters.states_evicted_total += 1
-            if self.strategy.whole_leaf and node.parent is not None and _is_bare(node):
-                self._drop_leaf(node)
+            self._evict_state(self.victims.state_victim(), Loss.STATE_PRESSURE)
         return self.slots.take(owner)
+
+    def take_window(self, count: int) -> Rows | None:
+        """`count` window rows, evicting checkpoints whose windows have some; None, and nothing evicted, if too few."""
+        windows = self.windows
+        if windows.room < count:
+            return None
+        while windows.free < count:
+            node = self.victims.state_victim(lambda holder: windows.spare(holder.window) > 0)
+            self._evict_state(node, Loss.WINDOW_PRESSURE)
+        return windows.take(count)
 
     def take_over(self, lease: Lease) -> Slot:
         """No slot is left but the matched checkpoint's: it becomes the sequence's working slot, without a copy."""
@@ -299,16 +341,18 @@ class PrefixCache:
             own[:] = node.kv.device
             node = node.parent
 
-    def _store(self, node: Node, lease: Lease, slot: Slot, reason: Reason) -> None:
+    def _store(self, node: Node, lease: Lease, checkpoint: Snapshot) -> None:
         if node.state.device is None:
-            self.slots.move(slot, lease.owner, TREE)
-            node.state.device = slot
-            node.note = reason
+            self.slots.move(checkpoint.slot, lease.owner, TREE)
+            self.windows.keep(checkpoint.window)
+            node.state.device = checkpoint.slot
+            node.window = checkpoint.window
+            node.note = checkpoint.reason
             self.counters.checkpoints_published_total += 1
         else:
             assert isinstance(node.note, Reason)
-            self.slots.give(slot, lease.owner)
-            node.note = min(node.note, reason)
+            self.slots.give(checkpoint.slot, lease.owner)
+            node.note = min(node.note, checkpoint.reason)
             self.counters.checkpoints_duplicate_total += 1
         self.victims.touch_state(node)
         self.victims.unmark(node)
@@ -321,9 +365,18 @@ class PrefixCache:
         self._pin_state(node)
         lease.state = node
 
+    def _evict_state(self, node: Node, why: Loss) -> None:
+        """Drop the checkpoint of `node`; under `whole_leaf` a leaf goes with it."""
+        self.drop_state(node, why)
+        self.counters.states_evicted_total += 1
+        if self.strategy.whole_leaf and node.parent is not None and _is_bare(node):
+            self._drop_leaf(node)
+
     def _lose_state(self, node: Node, why: Loss) -> None:
         self.victims.forget_state(node)
+        self.windows.unkeep(node.window)
         node.state.device = None
+        node.window = NO_ROWS
         node.note = why
         self.victims.reconsider(node)
 
@@ -361,6 +414,7 @@ class PrefixCache:
     def _pin_state(self, node: Node) -> None:
         if node.state.pins == 0:
             self.victims.pinned_states += 1
+            self.windows.use(node.window)
         node.state.pins += 1
 
     def _unpin_state(self, node: Node) -> None:
@@ -368,6 +422,7 @@ class PrefixCache:
         node.state.pins -= 1
         if node.state.pins == 0:
             self.victims.pinned_states -= 1
+            self.windows.unuse(node.window)
 
 
 def _is_bare(node: Node) -> bool:

@@ -186,6 +186,11 @@ class SlotStrategy:
     def rolling(self) -> bool:
         return self.tracking > 0
 
+    @property
+    def windows(self) -> int:
+        """Windows of window layers that a request may hold: its own, its last checkpoint's, its last snapshot's."""
+        return 1 + self.whole_leaf + self.rolling
+
 
 EXACT = SlotStrategy("exact", 1, 0, 1, 1, Ending.WORKING, Cap.LAZY, exact_marks)
 """One slot per running request: the working state is the state at the request's exact end, so it is donated."""

@@ -11,6 +11,7 @@ child before parent, and whoever pins a child pins its parent. So a parent is ne
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from milepost.core.tokens import length
@@ -113,11 +114,11 @@ class Victims:
     def is_marked(self, node: Node) -> bool:
         return node in self._marked
 
-    def state_victim(self) -> Node:
-        """The checkpoint to drop next; there is one while `states` is not 0."""
+    def state_victim(self, worth: Callable[[Node], bool] = lambda _: True) -> Node:
+        """The checkpoint to drop next, of those `worth` dropping; the caller knows that there is one."""
         for order in (self._marked, self._states):
             for node in order:
-                if node.state.pins == 0:
+                if node.state.pins == 0 and worth(node):
                     return node
         raise AssertionError("all checkpoints are pinned")
 

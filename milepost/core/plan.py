@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from milepost.core.checkpoint import Reason
-from milepost.core.pool import Owner, Rows, Slot
+from milepost.core.pool import NO_ROWS, Owner, Rows, Slot
 from milepost.core.request import Request
 from milepost.core.tokens import Tokens
 
@@ -35,6 +35,8 @@ class Chunk:
     of each position; the rows from `start` on are written, all are read. A chunk that starts at 0 begins from a
     zero state. `samples` is how many tokens to draw: 0 inside a prompt, 1 at its end and in decode, k in a decode
     chunk that spans k positions (each fed with the token drawn before it: known = start + 1, stop = start + k).
+    `window` int32 [stop − first]: the rows of sliding-window layers for positions `first` … `stop`−1, where at least
+    the window before `start` is among them; empty where the model has no such layers.
     """
 
     sequence: Owner
@@ -47,6 +49,7 @@ class Chunk:
     marks: tuple[Mark, ...] = ()
     samples: int = 0
     decode: bool = False
+    window: Rows = field(default_factory=lambda: NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class Plan:
         for chunk in self.chunks:
             marks = [(mark.position, mark.slot, mark.reason.value) for mark in chunk.marks]
             place = (chunk.sequence, chunk.start, chunk.stop, chunk.slot, chunk.samples, chunk.decode, marks)
-            found.update(repr(place).encode() + chunk.tokens.tobytes() + chunk.rows.tobytes())
+            ids = chunk.rows.tobytes() + chunk.window.tobytes()
+            found.update(repr(place).encode() + chunk.tokens.tobytes() + ids)
         return found.hexdigest()
 
 

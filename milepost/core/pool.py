@@ -23,6 +23,7 @@ TREE = Owner(-1)
 
 Slot = NewType("Slot", int)
 Rows = NDArray[np.int32]
+NO_ROWS: Rows = np.empty(0, np.int32)
 
 
 class RowPool:

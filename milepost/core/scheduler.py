@@ -1,4 +1,4 @@
-"""Which sequence computes what in the next step: continuous batching over two pools.
+"""Which sequence computes what in the next step: continuous batching over two pools, or three.
 
     submit(request) → number          plan() → Plan             abort(number) → Event
                                       commit(Result) → [Event]
@@ -14,7 +14,7 @@ Marks get their slots last, when all that must have one has it: a checkpoint is 
 from collections import deque
 from dataclasses import dataclass, replace
 
-from milepost.core.cache import Match, PrefixCache
+from milepost.core.cache import Match, PrefixCache, Snapshot
 from milepost.core.checkpoint import Cap, CheckpointPolicy, Ending, Reason, Second, SlotStrategy, Stretch
 from milepost.core.plan import Chunk, Copy, Mark, Plan, Result
 from milepost.core.pool import Owner, RowPool, SlotPool
@@ -23,6 +23,7 @@ from milepost.core.sequence import Sequence, Status
 from milepost.core.stats import Counters, Loss, Reuse, Stats
 from milepost.core.tokens import length
 from milepost.core.tree import Node
+from milepost.core.window import Window, Windows
 from milepost.errors import InvalidRequest, PromptTooLong
 
 
@@ -63,11 +64,14 @@ class Scheduler:
         limits: Limits,
         strategy: SlotStrategy,
         policy: CheckpointPolicy,
+        windows: Windows = Windows(),  # noqa: B008 - frozen
     ) -> None:
         self.strategy = strategy
         self.policy = policy
-        self.limits = limits
-        self.cache = PrefixCache(RowPool(rows, strategy.page), SlotPool(slots), strategy, policy)
+        spare = windows.rows - strategy.windows * windows.reach
+        assert spare > 0 or not windows.reach, f"{windows} are fewer than the windows of one request and a row"
+        self.limits = replace(limits, chunk=min(limits.chunk, spare)) if windows.reach else limits
+        self.cache = PrefixCache(RowPool(rows, strategy.page), SlotPool(slots), strategy, policy, windows)
         self.state_limit = slots // strategy.reserved
         assert self.state_limit >= 1, f"{slots} slots are fewer than the {strategy.reserved} of one request"
         self.running_limit = min(limits.max_running, self.state_limit)
@@ -109,7 +113,7 @@ class Scheduler:
         max_new = self.max_new(request)
         self._numbers += 1
         number = Owner(self._numbers)
-        self.sequences[number] = sequence = Sequence(number, request, max_new)
+        self.sequences[number] = sequence = Sequence(number, request, max_new, Window(self.cache.windows))
         self._waiting.append(sequence)
         self.counters.requests_total += 1
         return number
@@ -186,15 +190,27 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, stop: int) -> bool:
         """Rows up to `stop`, preempting the youngest until there are; False if that was `sequence` itself."""
-        while sequence.held < stop:
-            rows = self.cache.take_rows(self._pages(stop) - sequence.held, sequence.number)
-            if rows is not None:
-                sequence.hold(rows)
-                break
+        while not self._take(sequence, stop):
             youngest = next(reversed(self._running.values()))
             self.preempt(youngest)
             if youngest is sequence:
                 return False
+        return True
+
+    def _take(self, sequence: Sequence, stop: int) -> bool:
+        """Rows of KV and of windows up to `stop`, where they can be had."""
+        cache = self.cache
+        if sequence.held < stop:
+            rows = cache.take_rows(self._pages(stop) - sequence.held, sequence.number)
+            if rows is None:
+                return False
+            sequence.hold(rows)
+        missing = sequence.window.missing(stop)
+        if missing:
+            window = cache.take_window(missing)
+            if window is None:
+                return False
+            sequence.window.extend(window)
         return True
 
     def _grow_decodes(self) -> None:
@@ -218,7 +234,7 @@ class Scheduler:
         while self._waiting:
             sequence = self._waiting[0]
             match = self.cache.match(sequence.key(sequence.known - 1), sequence.request.namespace)
-            self._waiting_for = self._obstacle(sequence, match)
+            self._waiting_for = self._obstacle(sequence, match, budget)
             if self._waiting_for or budget <= 0:
                 return
             self._waiting.popleft()
@@ -235,7 +251,7 @@ class Scheduler:
                 chunks.append(self._chunk(sequence, stop))
                 budget -= stop - match.resume
 
-    def _obstacle(self, sequence: Sequence, match: Match) -> str:
+    def _obstacle(self, sequence: Sequence, match: Match, budget: int) -> str:
         """What keeps the head of the queue from starting; empty if nothing does.
 
         A fresh sequence needs room for its prompt besides what running prefills still have to take. One that
@@ -243,16 +259,29 @@ class Scheduler:
         """
         if len(self._running) >= self.running_limit:
             return "state pool" if self.state_limit <= self.limits.max_running else "running limit"
-        rows, slots = self.cache.room(match)
+        rows, slots, windows = self.cache.room(match)
         if slots < 1 + self.strategy.tracking:
             return "state pool"
+        if self.cache.windows.reach and windows < self._window_rows(sequence, match, budget):
+            return "window pool"
         promised = sum(max(0, self._pages(s.target) - s.held) for s in self._running.values())
         whole = sequence.prompt + sequence.max_new - 1 if sequence.preempted else sequence.known
         return "kv pool" if rows - promised < self._pages(whole) - match.resume else ""
 
+    def _window_rows(self, sequence: Sequence, match: Match, budget: int) -> int:
+        """Window rows with which `sequence` and all that run could go on to their ends: windows, decodes, a chunk."""
+        reach, count = self.cache.windows.reach, self.strategy.windows
+
+        def whole(one: Sequence) -> int:
+            return count * min(reach, one.prompt + one.max_new)
+
+        running = sum(max(0, whole(s) + 1 - (s.window.high - s.window.low)) for s in self._running.values())
+        return running + whole(sequence) - match.node.window.size + budget
+
     def _start(self, sequence: Sequence, match: Match) -> None:
         cache = self.cache
         sequence.lease = cache.acquire(match, sequence.number)
+        sequence.window.resume(match.node.window, match.resume)
         sequence.slot = cache.take_slot(sequence.number) or cache.take_over(sequence.lease)
         tracking = [cache.take_slot(sequence.number) for _ in range(self.strategy.tracking)]
         sequence.tracking = [slot for slot in tracking if slot is not None]
@@ -292,14 +321,18 @@ class Scheduler:
             sequence.slot,
             samples=int(stop == sequence.known),
             decode=sequence.decoding,
+            window=sequence.window.until(stop),
         )
 
     def _stretch(self, chunks: list[Chunk], span: int) -> list[Chunk]:
         """Let a plan of single decodes cover up to `span` tokens, as far as nothing ends and the rows last."""
         sequences = [self.sequences[c.sequence] for c in chunks]
         span = min(span, *(s.max_new - s.generated for s in sequences))
-        available = self.cache.rows.free + self.cache.victims.rows
-        while sum(self._pages(s.computed + span) - s.held for s in sequences) > available:
+        rows, windows = self.cache.rows.free + self.cache.victims.rows, self.cache.windows.room
+        while (
+            sum(self._pages(s.computed + span) - s.held for s in sequences) > rows
+            or sum(s.window.missing(s.computed + span) for s in sequences) > windows
+        ):
             span //= 2
         if span <= 1:
             return chunks
@@ -351,19 +384,22 @@ class Scheduler:
             assert len(tokens) == chunk.samples
             sequence.append(tokens)
             for mark in chunk.marks:
-                self._keep(sequence, mark)
+                self._keep(
+                    sequence, Snapshot(mark.position, mark.slot, mark.reason, sequence.window.before(mark.position))
+                )
+            sequence.window.move(chunk.stop)
             if tokens:
                 events.append(self._advance(sequence, tokens, chunk.sequence in result.stopped))
         return events
 
-    def _keep(self, sequence: Sequence, mark: Mark) -> None:
+    def _keep(self, sequence: Sequence, mark: Snapshot) -> None:
         """A state was written at a mark: publish it, or keep it as the rolling snapshot."""
         assert sequence.lease is not None
         if self.strategy.rolling:
             sequence.tracking.append(sequence.tracking.pop(0))
             if len(sequence.tracking) > self.strategy.tracking:
                 self.cache.slots.give(sequence.tracking.pop(0), sequence.number)
-            sequence.snapshot = mark
+            self._roll(sequence, mark)
             wanted = mark.reason in self.policy.reasons or mark.reason is Reason.ASKED
             if not wanted or mark.reason is Reason.INTERVAL:
                 return
@@ -372,9 +408,16 @@ class Scheduler:
                 self.counters.checkpoints_skipped_total += 1
                 return
             sequence.tracking[sequence.tracking.index(mark.slot)] = fresh
-            sequence.snapshot = None
-        key = sequence.key(mark.position)
-        self.cache.publish(sequence.lease, key, sequence.rows, (mark.slot, mark.reason))
+        self.cache.publish(sequence.lease, sequence.key(mark.position), sequence.rows, mark)
+        self._roll(sequence, None)
+
+    def _roll(self, sequence: Sequence, snapshot: Snapshot | None) -> None:
+        """The rolling snapshot gives way to the next, or to none."""
+        if snapshot is not None:
+            self.cache.windows.use(snapshot.window)
+        if sequence.snapshot is not None:
+            self.cache.windows.unuse(sequence.snapshot.window)
+        sequence.snapshot = snapshot
 
     def _slot_to_spare(self) -> bool:
         """Whether a checkpoint may take a slot: not the one with which the head of the queue could start."""
@@ -405,13 +448,15 @@ class Scheduler:
         assert lease is not None and sequence.slot is not None
         tail = self._bequeath(sequence, finished)
         cache.rows.give(sequence.rows[lease.node.end : sequence.held].copy(), number)
+        sequence.window.close()
+        self._roll(sequence, None)
         for slot in (sequence.slot, *sequence.tracking):
             if slot is not None:
                 cache.slots.give(slot, number)
         cache.release(lease)
         if tail is not None and finished and self.strategy.cap is not Cap.RELEASE:
             cache.cap(tail)
-        sequence.lease = sequence.slot = sequence.snapshot = None
+        sequence.lease = sequence.slot = None
         sequence.tracking = []
         sequence.held = sequence.computed = 0
         del self._running[number]
@@ -427,7 +472,8 @@ class Scheduler:
             if mark is None or Reason.FINISH not in self.policy.reasons:
                 return lease.node if lease.node.state.device is not None else None
             sequence.tracking.remove(mark.slot)
-            return self.cache.publish(lease, sequence.key(mark.position), sequence.rows, (mark.slot, Reason.FINISH))
+            tail = mark._replace(reason=Reason.FINISH)
+            return self.cache.publish(lease, sequence.key(mark.position), sequence.rows, tail)
         stop = min(sequence.computed, sequence.prompt) if strategy.prefilled_only else sequence.computed
         if stop == 0 or stop < lease.node.end:
             return None
@@ -435,7 +481,8 @@ class Scheduler:
         whole = stop == sequence.computed and stop % strategy.grid == 0
         if whole and Reason.FINISH in self.policy.reasons:
             assert sequence.slot is not None
-            donated, sequence.slot = (sequence.slot, Reason.FINISH), None
+            window = sequence.window.before(stop)
+            donated, sequence.slot = Snapshot(stop, sequence.slot, Reason.FINISH, window), None
         return self.cache.publish(lease, sequence.key(stop), sequence.rows, donated)
 
     def _end(self, sequence: Sequence, tokens: tuple[int, ...], finish: Finish) -> Event:
@@ -460,10 +507,11 @@ class Scheduler:
         return list(self._waiting)
 
     def stats(self) -> Stats:
-        states, rows = self.cache.use()
+        states, rows, windows = self.cache.use()
         return Stats(
             states,
             rows,
+            windows,
             len(self._running),
             len(self._waiting),
             self.running_limit,

@@ -10,12 +10,12 @@ from enum import Enum
 
 import numpy as np
 
-from milepost.core.cache import Lease
-from milepost.core.plan import Mark
-from milepost.core.pool import Owner, Rows, Slot
+from milepost.core.cache import Lease, Snapshot
+from milepost.core.pool import NO_ROWS, Owner, Rows, Slot
 from milepost.core.request import Request
 from milepost.core.stats import Reuse
 from milepost.core.tokens import Packed, Tokens, length, unpack
+from milepost.core.window import Window
 
 
 class Status(Enum):
@@ -44,9 +44,10 @@ class Sequence:
         "target",
         "tokens",
         "tracking",
+        "window",
     )
 
-    def __init__(self, number: Owner, request: Request, max_new: int) -> None:
+    def __init__(self, number: Owner, request: Request, max_new: int, window: Window) -> None:
         self.number = number
         self.request = request
         self.max_new = max_new
@@ -57,11 +58,12 @@ class Sequence:
         self.computed = 0
         self.target = self.prompt  # tokens to prefill before the next one is drawn
         self.held = 0
-        self.rows: Rows = np.empty(0, np.int32)
+        self.rows: Rows = NO_ROWS
+        self.window = window
         self.lease: Lease | None = None
         self.slot: Slot | None = None
         self.tracking: list[Slot] = []  # targets of rolling snapshots, the next one first
-        self.snapshot: Mark | None = None  # the last rolling snapshot that is not published
+        self.snapshot: Snapshot | None = None  # the last rolling one that is not published
         self.fork = 0
         self.reuse: Reuse | None = None
         self.preempted = 0

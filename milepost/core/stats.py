@@ -10,6 +10,7 @@ class Loss(StrEnum):
     NEVER = "never checkpointed here"
     STATE_PRESSURE = "evicted under state pressure"
     KV_PRESSURE = "evicted under KV pressure"
+    WINDOW_PRESSURE = "evicted under window pressure"
     CAP = "pruned by the cap per path"
     SHORT = "below the minimum length"
 
@@ -114,6 +115,7 @@ class Stats:
 
     states: PoolUse
     rows: PoolUse
+    windows: PoolUse
     running: int
     waiting: int
     running_limit: int

@@ -4,7 +4,8 @@
                                  └──"another turn"── node(8800)
 
 A node stands for the prefix that ends at its `end`; its `edge` is the part below its parent. It carries two
-payloads: the KV rows of its edge, and at most one recurrent state, which has consumed exactly `end` tokens.
+payloads: the KV rows of its edge, and at most one recurrent state, which has consumed exactly `end` tokens (with
+it, where the model has sliding windows, the window rows before `end`).
 What may be evicted, pinned or resumed is decided in `cache`; nothing here looks at a payload except to cut the
 rows of an edge in two.
 
@@ -15,7 +16,7 @@ found by their first page. A namespace has a root of its own, so its prefixes ca
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from milepost.core.pool import Rows, Slot
+from milepost.core.pool import NO_ROWS, Rows, Slot
 from milepost.core.tokens import WIDTH, Packed, common, cut, length
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class Payload(Generic[T]):
 class Node:
     """A prefix. Identity matters: leases and orders refer to the object."""
 
-    __slots__ = ("children", "edge", "end", "kv", "note", "parent", "state")
+    __slots__ = ("children", "edge", "end", "kv", "note", "parent", "state", "window")
 
     def __init__(self, edge: Packed, end: int, parent: "Node | None", rows: Rows | None) -> None:
         self.edge = edge
@@ -43,6 +44,7 @@ class Node:
         self.children: dict[Packed, Node] = {}
         self.kv: Payload[Rows] = Payload(rows)
         self.state: Payload[Slot] = Payload()
+        self.window: Rows = NO_ROWS
         self.note: object = None  # why the state is here, or why it is gone; written and read by `cache`
 
     @property

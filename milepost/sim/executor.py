@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milepost.core.plan import Chunk, Mark, Plan, Result
-from milepost.core.pool import Owner
+from milepost.core.pool import NO_ROWS, Owner, Rows
 from milepost.core.tokens import Tokens
+from milepost.core.window import Windows
 
 Digests = NDArray[np.uint64]
 
@@ -61,8 +62,10 @@ def draw_from_prefix(vocabulary: int) -> Draw:
 class Memory:
     """What was written where. Slot 0 and row 0 take anything and can't be read."""
 
-    def __init__(self, rows: int, slots: int) -> None:
+    def __init__(self, rows: int, slots: int, windows: Windows = Windows()) -> None:  # noqa: B008 - frozen
         self.rows = np.zeros(rows, np.uint64)
+        self.windows = np.zeros(windows.rows + 1, np.uint64)
+        self.reach = windows.reach
         self.slots: list[tuple[int, int] | None] = [None] * (slots + 1)
 
     def check(self, chunk: Chunk, known: Digests) -> None:
@@ -70,6 +73,11 @@ class Memory:
         start = chunk.start
         wrong = np.flatnonzero(self.rows[chunk.rows[:start]] != known[:start])
         assert wrong.size == 0, f"sequence {chunk.sequence}: KV row of position {wrong[0]} is another prefix's"
+        first = chunk.stop - chunk.window.size
+        assert first <= max(0, start - self.reach) or not self.reach, f"sequence {chunk.sequence}: window from {first}"
+        if self.reach:
+            wrong = np.flatnonzero(self.windows[chunk.window[: start - first]] != known[first:start])
+            assert wrong.size == 0, f"sequence {chunk.sequence}: window row of {first + wrong[0]} is another prefix's"
         if start:
             demanded = (start, int(known[start - 1]))
             found = self.slots[chunk.slot]
@@ -78,6 +86,8 @@ class Memory:
     def write(self, chunk: Chunk, prefix: Digests) -> None:
         """`prefix` holds the digests of positions 0 … stop−1."""
         self.rows[chunk.rows[chunk.start :]] = prefix[chunk.start :]
+        if self.reach:
+            self.windows[written_window(chunk)] = prefix[chunk.start :]
         for mark in chunk.marks:
             self.slots[mark.slot] = (mark.position, int(prefix[mark.position - 1]))
         self.slots[chunk.slot] = (chunk.stop, int(prefix[-1]))
@@ -115,6 +125,11 @@ class SimExecutor:
         pass
 
 
+def written_window(chunk: Chunk) -> Rows:
+    """The window rows that the chunk writes."""
+    return chunk.window[chunk.window.size - (chunk.stop - chunk.start) :] if chunk.window.size else chunk.window
+
+
 def check_writes(plan: Plan) -> None:
     """Invariant 5: no row and no slot is written twice in a plan, and no copied-from slot is written."""
     slots = [chunk.slot for chunk in plan.chunks]
@@ -122,9 +137,8 @@ def check_writes(plan: Plan) -> None:
     slots += [mark.slot for mark in marks]
     assert len(set(slots)) == len(slots), "a slot is written twice in one plan"
     assert not {copy.source for copy in plan.copies} & set(slots), "a slot is both copied from and written"
-    rows = [chunk.rows[chunk.start :] for chunk in plan.chunks]
-    if rows:
-        written = np.concatenate(rows)
+    for rows in ([chunk.rows[chunk.start :] for chunk in plan.chunks], [written_window(c) for c in plan.chunks]):
+        written = np.concatenate(rows) if rows else NO_ROWS
         assert np.unique(written).size == written.size, "a row is written twice in one plan"
     for chunk in plan.chunks:
         assert 0 <= chunk.start < chunk.stop == chunk.rows.size

@@ -24,6 +24,11 @@ class Oracle:
     leases: dict = field(default_factory=dict)  # owner -> [prefix of KV, prefix of the pinned state or None]
     private_rows: dict = field(default_factory=dict)
     private_slots: dict = field(default_factory=dict)
+    windows: int = 0  # size of the window pool
+    reach: int = 0
+    kept: dict = field(default_factory=dict)  # prefix of a state -> names of the window rows before it
+    private_windows: dict = field(default_factory=dict)  # owner -> {position: name}; a name is a number ever used
+    named: int = 0
 
     # Questions
 
@@ -51,10 +56,25 @@ class Oracle:
     def free_slots(self) -> int:
         return self.slots - len(self.states) - sum(self.private_slots.values())
 
+    def used_windows(self) -> set:
+        """Window rows that running requests and pinned states hold."""
+        used = {name for window in self.private_windows.values() for name in window.values()}
+        return used.union(*(self.kept[p] for p in self.states if self.state_pins(p)))
+
+    def free_windows(self) -> int:
+        return self.windows - len(self.used_windows().union(*self.kept.values()))
+
+    def spare_windows(self) -> int:
+        """Window rows that nothing but unpinned states holds."""
+        return len(set().union(*self.kept.values()) - self.used_windows())
+
     # Deeds
 
     def acquire(self, owner: int, prefix: Prefix) -> None:
         self.private_rows[owner] = self.private_slots[owner] = 0
+        names = self.kept.get(prefix, [])
+        depth = len(prefix) - 1
+        self.private_windows[owner] = dict(zip(range(depth - len(names), depth), names, strict=True))
         self.leases[owner] = [prefix, prefix if len(prefix) > 1 else None]
         if len(prefix) > 1:
             self.use(prefix)
@@ -79,6 +99,10 @@ class Oracle:
         self.leases[owner][0] = prefix
         if reason is not None:
             self.private_slots[owner] -= 1
+            if prefix not in self.states:
+                depth = len(prefix) - 1
+                mine = self.private_windows[owner]
+                self.kept[prefix] = [mine[i] for i in range(max(0, depth - self.reach), depth) if self.reach]
             self.states[prefix] = min(reason, self.states.pop(prefix, reason))
             if prefix in self.marked:
                 self.marked.remove(prefix)
@@ -135,12 +159,28 @@ class Oracle:
             free = [p for p in [*self.marked, *self.states] if not self.state_pins(p)]
             if not free:
                 return False
-            self.drop_state(free[0])
-            self.settle()
-            if self.whole_leaf and not self.children(free[0]) and not self.pins(free[0]):
-                self.drop_leaf(free[0])
-                self.settle(coldest=True)
+            self.evict_state(free[0])
         self.private_slots[owner] += 1
+        return True
+
+    def evict_state(self, prefix: Prefix) -> None:
+        self.drop_state(prefix)
+        self.settle()
+        if self.whole_leaf and not self.children(prefix) and not self.pins(prefix):
+            self.drop_leaf(prefix)
+            self.settle(coldest=True)
+
+    def take_window(self, owner: int, start: int, stop: int) -> bool:
+        """Window rows for the positions from `start` to `stop`."""
+        if self.free_windows() + self.spare_windows() < stop - start:
+            return False
+        while self.free_windows() < stop - start:
+            used = self.used_windows()
+            order = [p for p in [*self.marked, *self.states] if not self.state_pins(p) and set(self.kept[p]) - used]
+            self.evict_state(order[0])
+        for position in range(start, stop):
+            self.named += 1
+            self.private_windows[owner][position] = self.named
         return True
 
     def take_over(self, owner: int) -> None:
@@ -151,6 +191,7 @@ class Oracle:
 
     def drop_state(self, prefix: Prefix) -> None:
         del self.states[prefix]
+        del self.kept[prefix]
         if prefix in self.marked:
             self.marked.remove(prefix)
 

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from milepost.core.cache import Match, PrefixCache
+from milepost.core.cache import Match, PrefixCache, Snapshot
 from milepost.core.checkpoint import EXACT, SPARED, Cap, CheckpointPolicy, Reason, extra_buffer
-from milepost.core.pool import Owner, RowPool, Slot, SlotPool
+from milepost.core.pool import Owner, RowPool, SlotPool
 from milepost.core.tokens import length, pack, unpack
 from milepost.core.tree import Node
+from milepost.core.window import Window, Windows
 from tests.core.oracle import Oracle, common
 
 STEMS = [
@@ -39,6 +40,7 @@ class Runner:
         self.namespace = namespace
         self.rows = np.zeros(64, np.int32)
         self.held = self.computed = 0
+        self.window: Window | None = None
 
     def prefix(self, stop: int) -> tuple:
         return (self.namespace, *self.key[:stop])
@@ -48,14 +50,16 @@ class CacheMachine(RuleBasedStateMachine):
     strategy = EXACT
     sizes = (24, 4)
     cap = 1
+    windows = Windows()
 
     def __init__(self) -> None:
         super().__init__()
         rows, slots = self.sizes
         policy = CheckpointPolicy(states_per_path=self.cap)
-        self.cache = PrefixCache(RowPool(rows), SlotPool(slots), self.strategy, policy)
+        self.cache = PrefixCache(RowPool(rows), SlotPool(slots), self.strategy, policy, self.windows)
         lazy = self.strategy.cap is Cap.LAZY
         self.oracle = Oracle(rows, slots, self.cap, lazy, self.strategy.whole_leaf, SPARED)
+        self.oracle.windows, self.oracle.reach = self.windows.rows, self.windows.reach
         self.runners: dict[int, Runner] = {}
         self.number = 0
 
@@ -78,6 +82,8 @@ class CacheMachine(RuleBasedStateMachine):
         owner, runner = self.number, Runner(key, namespace)
         runner.lease = self.cache.acquire(match, Owner(owner))
         self.oracle.acquire(owner, runner.prefix(resume))
+        runner.window = Window(self.cache.windows)
+        runner.window.resume(match.node.window, resume)
         runner.slot = self.cache.take_slot(Owner(owner))
         assert (runner.slot is not None) == self.oracle.take_slot(owner)
         if runner.slot is None:
@@ -95,13 +101,28 @@ class CacheMachine(RuleBasedStateMachine):
         if stop == len(runner.key):
             runner.key = runner.key + extra
         count = stop - runner.held
-        if count <= 0 or stop > 60:
+        if count <= 0 or stop > 60 or not self.grow_window(owner, runner, stop):
             return
         rows = self.cache.take_rows(count, Owner(owner))
         assert (rows is not None) == self.oracle.take_rows(owner, count)
         if rows is not None:
             runner.rows[runner.held : stop] = rows
             runner.held = runner.computed = stop
+
+    def grow_window(self, owner: int, runner: Runner, stop: int) -> bool:
+        """What lies behind the window of the next position is let go, then rows up to `stop` are taken."""
+        runner.window.move(runner.computed)
+        mine = self.oracle.private_windows[owner]
+        for position in [p for p in mine if p < runner.computed - self.windows.reach]:
+            del mine[position]
+        high = runner.window.high
+        if not runner.window.missing(stop):
+            return True
+        rows = self.cache.take_window(stop - high)
+        assert (rows is not None) == self.oracle.take_window(owner, high, stop)
+        if rows is not None:
+            runner.window.extend(rows)
+        return rows is not None
 
     @rule(key=KEYS, namespace=st.sampled_from(["", "", "other"]))
     def serve(self, key: list[int], namespace: str) -> None:
@@ -119,16 +140,16 @@ class CacheMachine(RuleBasedStateMachine):
     def checkpoint(self, index: int, back: int, reason: Reason) -> None:
         owner, runner = self.pick(index)
         stop = runner.computed - back
-        if stop <= runner.lease.node.end:
+        if stop <= runner.lease.node.end or 0 < runner.window.low > stop - self.windows.reach:
             return
         slot = self.cache.take_slot(Owner(owner))
         assert (slot is not None) == self.oracle.take_slot(owner)
         if slot is not None:
-            self.publish(owner, runner, stop, (slot, reason))
+            self.publish(owner, runner, stop, Snapshot(stop, slot, reason, runner.window.before(stop)))
 
-    def publish(self, owner: int, runner: Runner, stop: int, checkpoint: tuple[Slot, Reason] | None) -> Node:
+    def publish(self, owner: int, runner: Runner, stop: int, checkpoint: Snapshot | None) -> Node:
         node = self.cache.publish(runner.lease, pack(runner.key[:stop]), runner.rows, checkpoint)
-        self.oracle.publish(owner, runner.prefix(stop), checkpoint[1] if checkpoint else None)
+        self.oracle.publish(owner, runner.prefix(stop), checkpoint.reason if checkpoint else None)
         assert node.end == stop
         return node
 
@@ -147,12 +168,15 @@ class CacheMachine(RuleBasedStateMachine):
         tail = None
         slots = [runner.slot]
         if donate and runner.computed:
-            tail = self.publish(owner, runner, runner.computed, (slots.pop(), Reason.FINISH))
+            stop, window = runner.computed, runner.window.before(runner.computed)
+            tail = self.publish(owner, runner, stop, Snapshot(stop, slots.pop(), Reason.FINISH, window))
         own = runner.rows[runner.lease.node.end : runner.held].copy()
         self.cache.rows.give(own, Owner(owner))
         for slot in slots:
             self.cache.slots.give(slot, Owner(owner))
+        runner.window.close()
         self.cache.release(runner.lease)
+        self.oracle.private_windows.pop(owner)
         self.oracle.private_rows.pop(owner, None)
         self.oracle.private_slots.pop(owner, None)
         self.oracle.release(owner)
@@ -181,6 +205,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert node.note == oracle.states[prefix]
         assert cache.rows.free == oracle.free_rows()
         assert cache.slots.free == oracle.free_slots()
+        assert cache.windows.free == oracle.free_windows()
+        assert cache.windows.evictable == oracle.spare_windows()
         assert cache.rows.free + cache.victims.rows + self._held_rows() == cache.rows.size
 
     def _held_rows(self) -> int:
@@ -200,12 +226,24 @@ class CacheMachine(RuleBasedStateMachine):
             rows = np.concatenate(used)
             assert np.unique(rows).size == rows.size
 
+    @invariant()
+    def windows_agree(self) -> None:
+        """Core's rows and the oracle's names are the same partition: one row for each name, one name for each row."""
+        pairs = set()
+        for node in self.cache.tree.nodes():
+            pairs |= set(zip(node.window.tolist(), self.oracle.kept.get(_prefix(node), []), strict=True))
+        for owner, runner in self.runners.items():
+            rows = runner.window.until(runner.window.high).tolist()
+            pairs |= set(zip(rows, self.oracle.private_windows[owner].values(), strict=True))
+        assert len(pairs) == len({row for row, _ in pairs}) == len({name for _, name in pairs})
+
     def teardown(self) -> None:
         while self.runners:
             self.leave(0, True, True)
         self.cache.flush()
         assert self.cache.rows.free == self.cache.rows.size
         assert self.cache.slots.free == self.cache.slots.size
+        assert self.cache.windows.free == self.cache.windows.size
         assert not self.cache.tree.roots
 
 
@@ -218,18 +256,22 @@ def _prefix(node: Node) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes", "cap"),
+    ("strategy", "sizes", "cap", "windows"),
     [
-        (EXACT, (24, 4), 1),
-        (EXACT, (90, 10), 1),
-        (EXACT, (60, 5), None),
-        (EXACT, (18, 8), 2),
-        (extra_buffer(1), (24, 5), 1),
+        (EXACT, (24, 4), 1, Windows()),
+        (EXACT, (90, 10), 1, Windows()),
+        (EXACT, (60, 5), None, Windows()),
+        (EXACT, (18, 8), 2, Windows()),
+        (extra_buffer(1), (24, 5), 1, Windows()),
+        (EXACT, (90, 12), 1, Windows(14, 3)),
+        (EXACT, (40, 6), None, Windows(24, 4)),
+        (extra_buffer(1), (60, 12), 1, Windows(18, 3)),
     ],
-    ids=["tight", "roomy", "no-cap", "few-rows", "whole-leaf"],
+    ids=["tight", "roomy", "no-cap", "few-rows", "whole-leaf", "few-windows", "windows", "whole-leaf-windows"],
 )
-def test_cache_against_oracle(strategy, sizes, cap):
-    machine = type("Machine", (CacheMachine,), {"strategy": strategy, "sizes": sizes, "cap": cap})
+def test_cache_against_oracle(strategy, sizes, cap, windows):
+    fields = {"strategy": strategy, "sizes": sizes, "cap": cap, "windows": windows}
+    machine = type("Machine", (CacheMachine,), fields)
     run_state_machine_as_test(
         machine,
         settings=settings(

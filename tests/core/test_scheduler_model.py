@@ -16,6 +16,7 @@ from milepost.core import checkpoint as cp
 from milepost.core.checkpoint import LEVELS, Cap, CheckpointPolicy, Reason, with_cap
 from milepost.core.request import Finish
 from milepost.core.scheduler import Limits
+from milepost.core.window import Windows
 from milepost.errors import RequestError
 from tests.harness import Harness
 
@@ -62,8 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         requests=st.integers(1, 4),
         extra=st.integers(0, 3),
         chunk=st.sampled_from([4, 8, 12]),
+        reach=st.sampled_from([0, 0, 1, 3, 7]),
+        more=st.sampled_from([1, 2, 5, 9, 20, 60]),
     )
-    def boot(self, strategy, policy, cap, pages, requests, extra, chunk):
+    def boot(self, strategy, policy, cap, pages, requests, extra, chunk, reach, more):
         strategy = with_cap(strategy, cap, policy)
         self.harness = Harness(
             pages * 4,
@@ -71,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             strategy=strategy,
             policy=policy,
             limits=Limits(3, chunk, 60),
+            windows=Windows(strategy.windows * reach + more, reach) if reach else Windows(),
         )
 
     def submit(self, prompt, max_new, namespace="", keep=()):
@@ -161,6 +165,39 @@ def test_exhaustion_sweep(strategy, level):
             harness.drain(3_000)
             assert set(harness.ends) == set(harness.texts)
             harness.idle_check()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{s.name}-{s.page}-{s.grid}")
+@pytest.mark.parametrize("reach", [1, 5])
+def test_exhaustion_sweep_over_three_pools(strategy, reach):
+    """The least window pool and up, with little and with enough of the others."""
+    for slots in (strategy.reserved, 2 * strategy.reserved + 1, 4 * strategy.reserved):
+        for pages in (24 // strategy.page, 60 // strategy.page):
+            for more in (1, 2, 3, 5, 8, 13, 21, 34):
+                harness = Harness(
+                    pages * strategy.page,
+                    slots,
+                    strategy=strategy,
+                    policy=CheckpointPolicy.level(2, 4, windows=True),
+                    limits=Limits(4, 8, 100),
+                    windows=Windows(strategy.windows * reach + more, reach),
+                )
+                for stem in STEMS:
+                    for cut in (3, 9, 17):
+                        harness.submit(stem[:cut], 6)
+                harness.drain(3_000)
+                assert set(harness.ends) == set(harness.texts)
+                harness.idle_check()
+
+
+@pytest.mark.parametrize("more", [1, 2, 5, 9, 14, 23])
+def test_windows_that_do_not_fit_together_take_turns(more):
+    """Where window rows alone are scarce, a request starts only if all that run can go on to their ends."""
+    harness = Harness(rows=1_000, slots=30, limits=Limits(9, 8, 1_000), windows=Windows(5 + more, 5))
+    numbers = [harness.submit([n % 3] * size, 7) for n, size in enumerate((13, 2, 40, 1, 9, 26, 4, 11))]
+    harness.drain()
+    assert harness.scheduler.counters.preempted_total == 0
+    assert set(harness.ends) == set(numbers)
 
 
 def test_prompts_that_do_not_fit_together_take_turns():
