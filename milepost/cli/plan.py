@@ -100,7 +100,7 @@ def _others(ctx: click.Context, ask: dict[str, Any], wish: Wish, budget: int) ->
     for name, value, speedup in tries:
         costs = setup({**ask, name: value}, _given(ctx), chosen_model(ask)).costs
         extra = ((f"--{name.replace('_', '-')}", str(value)),)
-        found += [replace(one, extra=extra, speedup=speedup) for one in candidates(budget, costs, wish)]
+        found += [replace(one, extra=one.extra + extra, speedup=speedup) for one in candidates(budget, costs, wish)]
     return found
 
 

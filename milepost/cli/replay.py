@@ -14,6 +14,8 @@ from milepost.cli.bar import bar
 from milepost.cli.flags import CACHE_FLAGS, LANE_FLAGS, Int, flags, lane_rules, pick
 from milepost.config import CacheConfig, resolve
 from milepost.core.scheduler import Limits, Scheduler
+from milepost.core.sizing import WINDOW_RATIO
+from milepost.core.window import Windows
 from milepost.errors import ConfigError
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.formats.detect import read
@@ -37,6 +39,7 @@ ENDLESS = 1 << 40
 @click.option("--grain", type=Int(64), help="Tokens of a unit: the trace's block [default], or 1.")
 @click.option("--audit", is_flag=True, help="Tagged memory, and the audit after each step (slow).")
 @click.option("--log", type=click.Path(path_type=Path), help="A JSON line per request, in the order of the trace.")
+@click.option("--sliding-window", type=Int(512), help="Positions that window layers see, if the model has some.")
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON on standard output.")
 def replay(trace: Path, **values: Any) -> None:
     """Replay a request trace and say how much of its prompts is reused, and why no more."""
@@ -48,7 +51,7 @@ def replay(trace: Path, **values: Any) -> None:
         click.echo(note, err=True)
     stuff = material(source, values["grain"])
     timeline = Timeline(float("inf"))
-    run = Replay(build(cache, stuff.grain), stuff, cost, values["audit"], timeline)
+    run = Replay(build(cache, stuff.grain, values["sliding_window"]), stuff, cost, values["audit"], timeline)
     served = _run(run, source, values)
     if values["log"]:
         _write(values["log"], served)
@@ -72,9 +75,12 @@ def _cost(values: dict[str, Any]) -> ConstantSpeed:
     return ConstantSpeed(values["prefill_tps"], values["decode_ms"] / 1e3)
 
 
-def build(cache: CacheConfig, grain: int = 1) -> Scheduler:
-    """A scheduler with the pools that the flags give, in units of `grain` tokens."""
-    resolved = resolve(cache)
+def build(cache: CacheConfig, grain: int = 1, window: int | None = None) -> Scheduler:
+    """A scheduler with the pools that the flags give, in units of `grain` tokens.
+
+    `window`: positions that the sliding-window layers see; None where there are none.
+    """
+    resolved = resolve(cache, windows=window is not None)
     for note in resolved.notes:
         click.echo(note, err=True)
     rows, slots = cache.max_total_tokens, cache.max_mamba_cache_size
@@ -83,7 +89,22 @@ def build(cache: CacheConfig, grain: int = 1) -> Scheduler:
     if slots is None:
         raise ConfigError("--max-mamba-cache-size", "(not given)", "is needed: the state slots to replay with", 128)
     limits = Limits(cache.max_running_requests or ENDLESS, cache.chunked_prefill_size, ENDLESS)
-    return scheduler_in(grain, (slots, rows), limits, resolved.strategy, resolved.policy)
+    windows = _windows(cache, resolved.strategy.windows, window, rows)
+    return scheduler_in(grain, (slots, rows, windows), limits, resolved.strategy, resolved.policy)
+
+
+def _windows(cache: CacheConfig, held: int, window: int | None, rows: int) -> Windows:
+    """The third pool: its rows are a part of the KV rows, and more than a request may hold."""
+    if window is None:
+        return Windows()
+    if window < 1:
+        raise ConfigError("--sliding-window", window, "must be at least 1", 512)
+    ratio = cache.swa_full_tokens_ratio or WINDOW_RATIO
+    windows = Windows(int(rows * ratio), window)
+    if windows.rows <= held * window:
+        allowed = f"leaves {windows.rows} window rows; more than {held * window} are needed"
+        raise ConfigError("--swa-full-tokens-ratio", ratio, allowed, f"1 (and {2 * held * window} KV rows)")
+    return windows
 
 
 def _run(replay: Replay, source: Trace, values: dict[str, Any]) -> list[Served]:

@@ -15,6 +15,7 @@ from milepost.core import geometry as geo
 from milepost.core import models, sizing
 from milepost.core.geometry import Formats, Layout, Model
 from milepost.core.sizing import human
+from milepost.core.window import Windows
 from milepost.sim.bootlog import BootLog, Explanation
 
 LENGTHS = (8192, 32768, 131072)
@@ -139,7 +140,8 @@ def log_answers(setup: Setup, log: BootLog, found: list[Explanation]) -> dict[st
     )
     limit = log.limit or limit
     drafting = limit + 1 if best.draft_steps else 0
-    pools = sizing.Pools(log.slots, log.tokens, limit, max(limit, by_rows), log.window_tokens or 0, drafting)
+    windows = Windows(log.window_tokens, footprint.window_size) if log.window_tokens else Windows()
+    pools = sizing.Pools(log.slots, log.tokens, limit, max(limit, by_rows), windows, drafting)
     budget = costs.states(pools.slots) + pools.rows * costs.row
     budget = budget + costs.draft_states(limit) if best.exact else log.rest
     setup = replace(setup, costs=costs, budget=budget, notes=(*setup.notes, *log.notes))
@@ -163,7 +165,7 @@ def _answers(setup: Setup, pools: sizing.Pools) -> dict[str, Any]:
     costs, footprint = setup.costs, setup.costs.footprint
     limits = sizing.caps(costs, pools, setup.wish, setup.context)
     state_bytes, kv_bytes = costs.states(pools.slots), pools.rows * costs.row
-    window_bytes = pools.window_rows * footprint.window_row
+    window_bytes = pools.windows.rows * footprint.window_row
     draft_bytes = costs.draft_states(pools.draft_requests - 1) if pools.draft_requests else 0
     return {
         "model": setup.model.name,
@@ -179,7 +181,7 @@ def _answers(setup: Setup, pools: sizing.Pools) -> dict[str, Any]:
         "state_slots": pools.slots,
         "kv_tokens": pools.rows,
         "kv_tokens_total": pools.rows * costs.dcp * costs.attn_dp,
-        "window_tokens": pools.window_rows if footprint.window_row else None,
+        "window_tokens": pools.windows.rows if footprint.window_row else None,
         "state_pool_bytes": state_bytes,
         "kv_pool_bytes": kv_bytes,
         "window_pool_bytes": window_bytes,

@@ -68,6 +68,7 @@ class Scheduler:
     ) -> None:
         self.strategy = strategy
         self.policy = policy
+        self.windows = windows
         spare = windows.rows - strategy.windows * windows.reach
         assert spare > 0 or not windows.reach, f"{windows} are fewer than the windows of one request and a row"
         self.limits = replace(limits, chunk=min(limits.chunk, spare)) if windows.reach else limits

@@ -12,6 +12,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 from milepost.core.geometry import KV_DTYPES, Footprint
+from milepost.core.window import Windows
 from milepost.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
@@ -23,7 +24,10 @@ NO_KV_ROWS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one rank pays for. `reserved`: slots of a running request. Bytes, except where a comment says else."""
+    """What one rank pays for. Bytes, except where a comment says else.
+
+    `reserved`: slots of a running request. `windows`: windows of sliding-window layers that it may hold.
+    """
 
     footprint: Footprint
     reserved: int
@@ -34,6 +38,7 @@ class Costs:
     draft_row: int = 0  # KV of a token in the draft model
     extra_slot: int = 0
     fixed: int = 0
+    windows: int = 1
 
     @property
     def slot(self) -> int:
@@ -78,7 +83,7 @@ class Pools:
     rows: int
     limit: int
     by_rows: int
-    window_rows: int = 0
+    windows: Windows = Windows()
     draft_requests: int = 0
     notes: tuple[str, ...] = ()
 
@@ -92,11 +97,11 @@ def size(budget: int, costs: Costs, wish: Wish) -> Pools:
         raise _no_slots(budget, costs, wish, slots)
     drafting = _drafting(costs, wish, slots)
     left = budget - costs.states(slots) - costs.draft_states(drafting)
-    rows, window_rows, notes = _rows(left, costs, wish)
+    rows, windows, notes = _rows(left, costs, wish)
     if rows < max(costs.page, 2):
         raise _no_rows(budget, costs, wish, slots)
     limit, by_rows = running_limit(_running(costs, wish), slots, rows * costs.dcp, wish.context, costs.reserved)
-    return Pools(slots, rows, limit, by_rows, window_rows, drafting + 1 if costs.drafts else 0, notes)
+    return Pools(slots, rows, limit, by_rows, windows, drafting + 1 if costs.drafts else 0, notes)
 
 
 def _running(costs: Costs, wish: Wish) -> int | None:
@@ -128,11 +133,11 @@ def _slots(budget: int, costs: Costs, wish: Wish) -> int:
     return floor(share / each)
 
 
-def _rows(left: int, costs: Costs, wish: Wish) -> tuple[int, int, tuple[str, ...]]:
+def _rows(left: int, costs: Costs, wish: Wish) -> tuple[int, Windows, tuple[str, ...]]:
     """Rows of KV and of windows out of `left` bytes, in whole pages, and what to tell the user."""
     page, window = costs.page, costs.footprint.window_row
     if not costs.row:
-        return (wish.tokens or NO_KV_ROWS) // page * page, 0, ()
+        return (wish.tokens or NO_KV_ROWS) // page * page, Windows(), ()
     ratio = Fraction(str(wish.window_ratio)) if window else Fraction(0)
     worst = _worst_windows(costs, wish) if window else None
     if worst is not None:
@@ -143,9 +148,9 @@ def _rows(left: int, costs: Costs, wish: Wish) -> tuple[int, int, tuple[str, ...
     if wish.tokens is not None:
         if wish.tokens > rows:
             text = f"--max-total-tokens {wish.tokens} is more than the {rows} tokens there is memory for: ignored"
-            return rows, _window_rows(rows, ratio, worst, costs), (text,)
+            return rows, _windows(rows, ratio, worst, costs), (text,)
         rows = wish.tokens // page * page
-    return rows, _window_rows(rows, ratio, worst, costs), notes
+    return rows, _windows(rows, ratio, worst, costs), notes
 
 
 def _worst_windows(costs: Costs, wish: Wish) -> int | None:
@@ -158,26 +163,28 @@ def _worst_windows(costs: Costs, wish: Wish) -> int | None:
     return -(-(running * each + 2 * wish.chunked_prefill + costs.page) // costs.page) * costs.page
 
 
-def _window_rows(rows: int, ratio: Fraction, worst: int | None, costs: Costs) -> int:
+def _windows(rows: int, ratio: Fraction, worst: int | None, costs: Costs) -> Windows:
     if not costs.footprint.window_row:
-        return 0
+        return Windows()
     windows = worst if worst is not None else floor(rows * ratio) // costs.page * costs.page
-    least = costs.footprint.window_size + costs.page
+    reach = costs.footprint.window_size
+    least = costs.windows * reach + costs.page
     if windows <= least:
         works = min(1.0, _round_up(Fraction(least + 2 * costs.page, max(rows, 1))))
-        allowed = f"leaves {windows} window rows; more than {least} are needed, the window and a page"
+        needed = "the window and a page" if costs.windows == 1 else f"{costs.windows} windows and a page"
+        allowed = f"leaves {windows} window rows; more than {least} are needed, {needed}"
         raise ConfigError("--swa-full-tokens-ratio", float(ratio), allowed, f"{works:g}")
-    return windows
+    return Windows(windows, reach)
 
 
 def _without_states(budget: int, costs: Costs, wish: Wish) -> Pools:
     """A model without linear layers: slots cost nothing, so there are enough for what the KV pool lets run."""
-    rows, window_rows, notes = _rows(budget, costs, wish)
+    rows, windows, notes = _rows(budget, costs, wish)
     if rows < max(costs.page, 2):
         raise _no_rows(budget, costs, wish, 0)
     by_rows = running_limit(_running(costs, wish), costs.reserved, rows * costs.dcp, wish.context, costs.reserved)[1]
     slots = wish.slots // costs.attn_dp if wish.slots is not None else by_rows * costs.reserved
-    return Pools(slots, rows, min(by_rows, slots // costs.reserved), by_rows, window_rows, 0, notes)
+    return Pools(slots, rows, min(by_rows, slots // costs.reserved), by_rows, windows, 0, notes)
 
 
 def running_limit(wanted: int | None, slots: int, rows: int, context: int, reserved: int) -> tuple[int, int]:
@@ -193,7 +200,7 @@ def running_limit(wanted: int | None, slots: int, rows: int, context: int, reser
 
 def smallest_budget(costs: Costs, slots: int, drafting: int = 1) -> int:
     """Bytes for `slots` slots and the least KV that lets a request run."""
-    windows = 2 * (costs.footprint.window_size + 2 * costs.page) * costs.footprint.window_row
+    windows = 2 * (costs.windows * costs.footprint.window_size + 2 * costs.page) * costs.footprint.window_row
     draft_states = costs.draft_states(drafting) if costs.drafts else 0
     return costs.states(slots) + draft_states + max(costs.page, 2) * costs.row + windows
 
@@ -268,7 +275,7 @@ def boot_lines(costs: Costs, pools: Pools, whole_kv: bool = False) -> list[str]:
         )
     lines = [line] if costs.slot else []
     if footprint.window_row:
-        full, window = pools.rows, pools.window_rows
+        full, window = pools.rows, pools.windows.rows
         lines.append(f"Use sliding window memory pool. full_layer_tokens={full}, swa_layer_tokens={window}")
     share = 0.0 if whole_kv else footprint.key_share
     rows = pools.rows + costs.page
@@ -313,6 +320,8 @@ def caps(costs: Costs, pools: Pools, wish: Wish, context: int | None) -> dict[st
     """Requests that may run at once on one rank, by what limits them; with `context` tokens each if given."""
     limits = {"state": pools.slots // costs.reserved} if costs.slot else {}
     limits["kv"] = pools.by_rows if context is None else pools.rows * costs.dcp // max(1, context)
+    if pools.windows.reach:
+        limits["windows"] = pools.windows.rows // (costs.windows * pools.windows.reach + costs.page)
     running = _running(costs, wish)
     if context is None and running is not None and pools.by_rows == running:
         limits["kv"] = max(pools.rows * costs.dcp // 2, running)
@@ -323,7 +332,7 @@ def caps(costs: Costs, pools: Pools, wish: Wish, context: int | None) -> dict[st
 
 def binds(limits: dict[str, int]) -> str:
     """Which of the caps is the smallest; the flag where it is no larger than the others."""
-    order = ("max_running_requests", "state", "kv")
+    order = ("max_running_requests", "state", "kv", "windows")
     return min((name for name in order if name in limits), key=lambda name: limits[name])
 
 
@@ -335,7 +344,7 @@ def resident(costs: Costs, pools: Pools, context: int, running: int = 0) -> int:
     by_rows = (pools.rows - running * tokens) // tokens
     by_slots = pools.slots - running * costs.reserved
     if costs.footprint.window_row:
-        by_rows = min(by_rows, pools.window_rows // (costs.footprint.window_size + costs.page) - running)
+        by_rows = min(by_rows, pools.windows.rows // (costs.footprint.window_size + costs.page) - running)
     return max(0, min(by_rows, by_slots))
 
 

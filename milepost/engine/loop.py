@@ -110,9 +110,10 @@ class EngineLoop:
             "checkpoint_grid": self._scheduler.strategy.grid,
             "waiting_for_state_pool": stats.waiting_for == "state pool",
             "waiting_for_kv_pool": stats.waiting_for == "kv pool",
+            "waiting_for_window_pool": stats.waiting_for == "window pool",
             "waiting_for_running_limit": stats.waiting_for == "running limit",
         }
-        for unit, pool in (("state_slots", stats.states), ("kv_rows", stats.rows)):
+        for unit, pool in (("state_slots", stats.states), ("kv_rows", stats.rows), ("window_rows", stats.windows)):
             gauges[unit] = pool.size
             gauges[f"{unit}_free"] = pool.free
             gauges[f"{unit}_evictable"] = pool.evictable

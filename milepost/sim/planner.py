@@ -9,14 +9,16 @@ bistable, and a mean hides that.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from milepost.core import checkpoint as cp
-from milepost.core.checkpoint import CHOICES, LEVELS, CheckpointPolicy, Reason, SlotStrategy
+from milepost.core.checkpoint import CHOICES, CheckpointPolicy, Reason, SlotStrategy
 from milepost.core.scheduler import Limits
 from milepost.core.sizing import Costs, Wish, size
+from milepost.core.window import Windows
 from milepost.errors import ConfigError
 from milepost.sim.cost import Cost, Drafted
 from milepost.sim.lanes import LaneRules, Lanes
@@ -50,6 +52,7 @@ class Candidate:
     limit: int
     extra: tuple[tuple[str, str], ...] = ()
     speedup: float = 1.0
+    windows: Windows = Windows()
 
     @property
     def name(self) -> str:
@@ -59,13 +62,18 @@ class Candidate:
         return f"{self.strategy}, {at}, {cap},{extra} {self.slots} slots"
 
     @property
+    def pools(self) -> tuple[int, int, Windows]:
+        """As `scheduler_in` takes them."""
+        return self.slots, self.rows, self.windows
+
+    @property
     def kind(self) -> tuple[object, ...]:
         return self.strategy, self.at, self.cap, *(value for _, value in self.extra)
 
     @property
     def reasons(self) -> frozenset[Reason]:
         if self.at in ("2", "3"):
-            return LEVELS[int(self.at)]
+            return CheckpointPolicy.level(int(self.at), windows=self.windows.reach > 0).reasons
         return frozenset(CHOICES[name] for name in self.at.split(","))
 
     def flags(self) -> dict[str, object]:
@@ -123,7 +131,7 @@ def replay(candidate: Candidate, traffic: Traffic, seed: int, sample: float = 0.
     policy = CheckpointPolicy(candidate.reasons, traffic.interval, candidate.cap)
     strategy = cp.with_cap(STRATEGIES[candidate.strategy], None, policy)
     limits = Limits(candidate.limit, traffic.chunk, ENDLESS)
-    scheduler = scheduler_in(stuff.grain, (candidate.slots, candidate.rows), limits, strategy, policy)
+    scheduler = scheduler_in(stuff.grain, candidate.pools, limits, strategy, policy)
     timeline = Timeline(sample or float("inf"))
     cost = traffic.cost if candidate.speedup == 1.0 else Drafted(traffic.cost, candidate.speedup)
     run = Replay(scheduler, stuff, cost, timeline=timeline)
@@ -193,18 +201,25 @@ KINDS: tuple[Kind, ...] = (
 """Strategy, level or reasons, and cap of the candidates."""
 
 
+WINDOW_RATIOS = (0.1, 0.3, 0.8)
+"""Window rows : KV rows to try where the model has sliding-window layers."""
+
+
 def candidates(budget: int, costs: Costs, wish: Wish, kinds: Sequence[Kind] = KINDS) -> list[Candidate]:
-    """Every kind at every split that leaves room for a request. `costs.reserved` and page are set for each kind."""
+    """Every kind at every split that leaves room for a request; what `costs` says of strategies is set for each."""
     found = []
-    for name, at, cap in kinds:
+    window_ratios = WINDOW_RATIOS if costs.footprint.window_row else (wish.window_ratio,)
+    for (name, at, cap), ratio, windows in product(kinds, RATIOS, window_ratios):
         strategy = STRATEGIES[name]
-        own = replace(costs, reserved=strategy.reserved, page=strategy.page)
-        for ratio in RATIOS:
-            try:
-                pools = size(budget, own, replace(wish, ratio=ratio, slots=None))
-            except ConfigError:
-                continue
-            found.append(Candidate(name, at, cap, pools.slots, pools.rows, ratio, pools.limit))
+        own = replace(costs, reserved=strategy.reserved, page=strategy.page, windows=strategy.windows)
+        try:
+            pools = size(budget, own, replace(wish, ratio=ratio, slots=None, window_ratio=windows))
+        except ConfigError:
+            continue
+        extra = (("--swa-full-tokens-ratio", f"{windows:g}"),) if costs.footprint.window_row else ()
+        found.append(
+            Candidate(name, at, cap, pools.slots, pools.rows, ratio, pools.limit, extra, windows=pools.windows)
+        )
     return found
 
 
@@ -287,7 +302,7 @@ def shortlist(outcomes: Sequence[Outcome], keep: int) -> list[Candidate]:
             chosen |= dict.fromkeys(line[max(0, place - 1) : place + 2])
     for outcome in outcomes:
         c = outcome.candidate
-        if c.ratio == DEFAULT_RATIO and c.kind == ("extra_buffer", "2", 1):
+        if c.ratio == DEFAULT_RATIO and c.kind[:3] == ("extra_buffer", "2", 1):
             chosen[c] = None
     return list(chosen)
 

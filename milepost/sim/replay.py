@@ -110,7 +110,7 @@ class Replay:
         self.audited = audited
         self.timeline = timeline
         cache = scheduler.cache
-        memory = Memory(cache.rows.size + cache.rows.page, cache.slots.size) if audited else None
+        memory = Memory(cache.rows.size + cache.rows.page, cache.slots.size, scheduler.windows) if audited else None
         self._executor = SimExecutor(self._draw, self._seconds, memory)
         self._outputs: dict[Owner, Tokens] = {}
         self._served: dict[Owner, Served] = {}

@@ -5,19 +5,23 @@ from math import lcm
 
 from milepost.core.checkpoint import CheckpointPolicy, SlotStrategy
 from milepost.core.scheduler import Limits, Scheduler
+from milepost.core.window import Windows
 
 
 def scheduler_in(
-    grain: int, pools: tuple[int, int], limits: Limits, strategy: SlotStrategy, policy: CheckpointPolicy
+    grain: int, pools: tuple[int, int, Windows], limits: Limits, strategy: SlotStrategy, policy: CheckpointPolicy
 ) -> Scheduler:
-    """All arguments in tokens; `pools` are (slots, KV rows). What is smaller than a block becomes one.
+    """All arguments in tokens; `pools` are (slots, KV rows, windows). What is smaller than a block becomes one.
 
     A decoded block stands for `grain` steps, so beside prefills decodes take part in every `grain`-th plan only.
     """
-    slots, rows = pools
+    slots, rows, windows = pools
+    reach = -(-windows.reach // grain)
     page = max(1, strategy.page // grain)
     strategy = replace(strategy, page=page, grid=lcm(max(1, strategy.grid // grain), page))
     policy = replace(policy, interval=max(1, policy.interval // grain))
     chunk = max(strategy.grid, limits.chunk // grain) if grain > 1 else limits.chunk
     limits = replace(limits, chunk=chunk, context=max(1, limits.context // grain), decode_every=grain)
-    return Scheduler(rows // grain // page * page, slots, limits, strategy, policy)
+    if reach:
+        windows = Windows(max(windows.rows // grain, strategy.windows * reach + 1), reach)
+    return Scheduler(rows // grain // page * page, slots, limits, strategy, policy, windows)

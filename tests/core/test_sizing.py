@@ -218,23 +218,23 @@ def test_attention_dp_divides_counts():
 def test_three_pools():
     inkling = costs("inkling", 1, 5, kv="bfloat16", page=64)
     pools = sizing.size(40 * GIB, inkling, Wish(ratio=0.1, window_ratio=0.1))
-    assert pools.window_rows == pools.rows // 10 // 64 * 64
-    used = inkling.states(pools.slots) + pools.rows * inkling.row + pools.window_rows * inkling.footprint.window_row
+    assert pools.windows.rows == pools.rows // 10 // 64 * 64
+    used = inkling.states(pools.slots) + pools.rows * inkling.row + pools.windows.rows * inkling.footprint.window_row
     assert 0 <= 40 * GIB - used < 64 * (inkling.row + inkling.footprint.window_row * 1.1)
     lines = sizing.boot_lines(inkling, pools)
-    assert f"full_layer_tokens={pools.rows}, swa_layer_tokens={pools.window_rows}" in lines[1]
+    assert f"full_layer_tokens={pools.rows}, swa_layer_tokens={pools.windows.rows}" in lines[1]
     with pytest.raises(
         ConfigError, match=r"--swa-full-tokens-ratio 0.0001: leaves 64 window rows; more than 576"
     ) as error:
         sizing.size(40 * GIB, inkling, Wish(ratio=0.1, window_ratio=0.0001))
     works = float(str(error.value).split()[-1])
-    assert sizing.size(40 * GIB, inkling, Wish(ratio=0.1, window_ratio=works)).window_rows > 576
+    assert sizing.size(40 * GIB, inkling, Wish(ratio=0.1, window_ratio=works)).windows.rows > 576
 
 
 def test_windows_of_the_worst_case():
     inkling = costs("inkling", 1, 1, kv="bfloat16", page=64)
     pools = sizing.size(40 * GIB, inkling, Wish(running=8, radix=False, chunked_prefill=2048))
-    assert pools.window_rows == -(-(8 * (512 + 64 + 1) + 2 * 2048 + 64) // 64) * 64
+    assert pools.windows.rows == -(-(8 * (512 + 64 + 1) + 2 * 2048 + 64) // 64) * 64
 
 
 def test_tokens_can_only_be_lowered():

@@ -29,6 +29,7 @@ from milepost.core.sequence import Sequence
 from milepost.core.stats import Counters, Loss, Reuse, Stats
 from milepost.core.tokens import pack, unpack
 from milepost.core.tree import Node
+from milepost.core.window import Windows
 from milepost.sim.executor import Memory, SimExecutor, digests
 
 Tokens = list[int]
@@ -123,6 +124,7 @@ class World:
         chunk: int = 2048,
         running: int = 1000,
         level: int = 2,
+        windows: Windows = Windows(),  # noqa: B008 - frozen
         change: Callable[[SlotStrategy], SlotStrategy] = lambda strategy: strategy,
         **flags: object,
     ) -> None:
@@ -135,11 +137,11 @@ class World:
             mamba_radix_cache_strategy=strategy,
             **flags,  # type: ignore[arg-type]
         )
-        resolved = resolve(config)
+        resolved = resolve(config, windows=windows.reach > 0)
         self.strategy = change(resolved.strategy)
         self.rows = rows // self.strategy.page * self.strategy.page
         limits = Limits(running, chunk, 10**6)
-        self.scheduler = Scheduler(self.rows, slots, limits, self.strategy, resolved.policy)
+        self.scheduler = Scheduler(self.rows, slots, limits, self.strategy, resolved.policy, windows)
         self.executor = self.make_executor(slots)
         self.prompts: dict[Owner, Tokens] = {}
         self.texts: dict[Owner, Tokens] = {}
@@ -150,7 +152,7 @@ class World:
     # What the simulated model is
 
     def make_executor(self, slots: int) -> Executor:
-        return SimExecutor(self.draw, memory=Memory(self.rows + self.strategy.page, slots))
+        return SimExecutor(self.draw, memory=Memory(self.rows + self.strategy.page, slots, self.scheduler.windows))
 
     def draw(self, chunk: Chunk, digest: int) -> tuple[int, ...]:
         script = self.scripts.get(chunk.sequence)
@@ -281,6 +283,16 @@ class World:
 
     # Hooks of the tests
 
+    def drop_windows(self, path: Tokens, since: int) -> None:
+        """Window rows of positions from `since` on are needed elsewhere: who keeps them on this path loses them."""
+        for node in [node for node in self._holders(path) if node.end > since]:
+            self.scheduler.cache.drop_state(node, Loss.WINDOW_PRESSURE)
+        self.audit()
+
+    def window_rows(self, path: Tokens) -> int:
+        """Window rows that the checkpoints on a path keep."""
+        return len({row for node in self._holders(path) for row in node.window.tolist()})
+
     def drop_states(self, path: Tokens, at: int | None = None) -> None:
         """The checkpoints on a path (or the one at a position of it) are gone, their KV stays."""
         dropped = [node for node in self._holders(path) if at in (None, node.end)]
@@ -315,8 +327,9 @@ class World:
         """What every scenario ends with: nothing is held when idle, and an emptied cache leaves whole pools."""
         self.drain()
         self.audit()
-        for pool in (self.stats.states, self.stats.rows):
+        for pool in (self.stats.states, self.stats.rows, self.stats.windows):
             assert pool.held == 0 and pool.free + pool.evictable == pool.size
         assert self.scheduler.flush()
         assert self.stats.states.free == self.stats.states.size and self.stats.rows.free == self.rows
+        assert self.stats.windows.free == self.stats.windows.size
         assert not self.scheduler.cache.tree.nodes()
