@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from milepost.core import geometry as geo
-from milepost.core.geometry import Defaults, Grouped, Index, Latent, Model, Part
+from milepost.core.geometry import Defaults, Grouped, Index, Latent, Model, Part, Recurrence
 from milepost.errors import ConfigError, ModelConfigError
 
 BOTH = Part.STATE | Part.KV
@@ -188,16 +188,17 @@ class _Fields:
         width = self.get("head_dim") or self.size("hidden_size") // heads
         return self.size("num_key_value_heads", default=heads), int(width)
 
-    def kinds(self, default: Callable[[int, int], Part]) -> tuple[Part, ...]:
-        """The kind of each layer: as listed, or by `default(index, count)`."""
+    def kinds(self, default: Callable[[int, int], Part], **more: Part) -> tuple[Part, ...]:
+        """The kind of each layer: as listed, or by `default(index, count)`. `more`: kinds that not all readers know."""
+        known = {**_KINDS, **more}
         listed = self.get("layer_types", "layers_block_type")
         if listed is None:
             count = self.size("num_hidden_layers")
             return tuple(default(i, count) for i in range(count))
-        unknown = sorted(set(listed) - set(_KINDS))
+        unknown = sorted(set(listed) - set(known))
         if unknown:
-            raise ModelConfigError(f"config field layer_types has {', '.join(unknown)}; supported: {', '.join(_KINDS)}")
-        return tuple(_KINDS[kind] for kind in listed)
+            raise ModelConfigError(f"config field layer_types has {', '.join(unknown)}; supported: {', '.join(known)}")
+        return tuple(known[kind] for kind in listed)
 
 
 _KINDS = {
@@ -256,15 +257,32 @@ def _read_qwen(fields: _Fields) -> Model:
     return model
 
 
-def _read_olmo(fields: _Fields) -> Model:
-    recurrence = geo.gated_delta(
+def _read_delta(fields: _Fields) -> Recurrence:
+    """Gated DeltaNet whose sizes have no defaults that families share."""
+    return geo.gated_delta(
         fields.size("linear_num_key_heads"),
         fields.size("linear_num_value_heads"),
         fields.size("linear_key_head_dim"),
         fields.size("linear_value_head_dim"),
         fields.size("linear_conv_kernel_dim", default=4),
     )
-    return Model("", fields.kinds(_period(4)), recurrence, Grouped(*fields.heads()))
+
+
+def _read_olmo(fields: _Fields) -> Model:
+    return Model("", fields.kinds(_period(4)), _read_delta(fields), Grouped(*fields.heads()))
+
+
+def _read_lara(fields: _Fields) -> Model:
+    period = (Part.STATE, Part.WINDOW, Part.STATE, Part.KV, Part.WINDOW)
+    attention = Grouped(*fields.heads())
+    return Model(
+        "",
+        fields.kinds(lambda i, _count: period[i % 5], sliding_attention=Part.WINDOW),
+        _read_delta(fields),
+        attention,
+        window=attention,
+        window_size=fields.size("sliding_window"),
+    )
 
 
 def _read_latent(fields: _Fields) -> Latent:
@@ -383,5 +401,6 @@ _READERS: dict[str, Callable[[_Fields], Model]] = {
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling_model"), _read_inkling),
     "bailing_hybrid": _read_bailing,
     "olmo_hybrid": _read_olmo,
+    "lara_mini": _read_lara,
     "jamba": _read_jamba,
 }
