@@ -37,7 +37,7 @@ def _batch(chunks: tuple[Chunk, ...]) -> Batch:
     for chunk in chunks:
         assert chunk.samples <= 1, "this executor decodes a token at a time"
         marks = tuple((mark.position, mark.slot) for mark in chunk.marks)
-        spans.append(Span(chunk.start, chunk.stop, chunk.rows, chunk.slot, marks))
+        spans.append(Span(chunk.start, chunk.stop, chunk.rows, chunk.slot, marks, chunk.window))
         parts.append(chunk.tokens[chunk.start : chunk.stop])
         total += chunk.stop - chunk.start
         if chunk.samples:

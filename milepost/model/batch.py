@@ -3,9 +3,11 @@
 A batch is ragged: any mix of prefill spans (many tokens) and decode spans (one token) with no padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,8 @@ class Span:
     slot         the working slot, updated in place. With start == 0 the state begins as zeros, whatever the slot holds
     marks        (position, target slot), start < position <= stop, ascending: the state after exactly `position`
                  tokens is written to the target slot
+    window       int32 [stop - first]: the row in the window pool of each position first ... stop - 1, where
+                 first <= start - min(start, reach of a window). Written like rows, read as far as windows reach
     """
 
     start: int
@@ -24,10 +28,12 @@ class Span:
     rows: np.ndarray
     slot: int
     marks: tuple[tuple[int, int], ...] = ()
+    window: np.ndarray = field(default_factory=lambda: NO_ROWS)
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop, (self.start, self.stop)
         assert len(self.rows) == self.stop, (len(self.rows), self.stop)
+        assert len(self.window) == 0 or self.length <= len(self.window) <= self.stop, (len(self.window), self.stop)
         previous = self.start
         for position, _ in self.marks:
             assert previous < position <= self.stop, (self.start, self.marks, self.stop)

@@ -4,10 +4,12 @@ Specs say sizes in elements. A linear spec's `state` and an attention spec's `kv
 slot and a row hold; Memory allocates from them. Reading `config.json` is the families' work (`families/`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 LINEAR = "linear"
 ATTENTION = "attention"
+WINDOW = "window"  # attention to the last few tokens, whose KV lies in a pool of its own
 BOTH = "both"  # attention and the linear mixer side by side on the same input
 NONE = "none"
 DENSE = "dense"
@@ -21,6 +23,8 @@ RELU2 = "relu2"
 GATE_FIRST = "gate first"  # norm(o * gate)
 NORM_FIRST = "norm first"  # norm(o) * gate
 NO_NORM = "no norm"  # o * gate
+
+UNLIMITED = 1 << 40  # tokens, more than any sequence has
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,11 @@ class LayerSpec:
     scales: tuple[float, float] = (1.0, 1.0)
     restarts: tuple[float | None, float | None] = (None, None)
     post_norm: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of memory its mixers work on, those side by side in order."""
+        return {BOTH: (LINEAR, ATTENTION), NONE: ()}.get(self.mixer, (self.mixer,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +152,7 @@ class AttentionSpec:
     """Grouped-query attention; rotary on the first `rotary_dim` of each head (0: no positions).
 
     gated: a sigmoid output gate. normed: RMSNorm of each q and k head; wide_norms: of all heads together.
-    scales: of the projections to q, k, v and of the output.
+    scales: of the projections to q, k, v and of the output. reach: tokens that one sees, itself included.
     """
 
     heads: int
@@ -155,6 +164,7 @@ class AttentionSpec:
     normed: bool = True
     wide_norms: bool = False
     scales: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+    reach: int = UNLIMITED
 
     @property
     def kv(self) -> KvLayout:
@@ -169,6 +179,8 @@ class LatentSpec:
     q_rank: of the low-rank projection to q (0: none). rotary_dim is `rope` or 0 (no positions). gated: a sigmoid gate
     for each head.
     """
+
+    reach = UNLIMITED
 
     heads: int
     rank: int
@@ -237,23 +249,38 @@ class ModelConfig:
     logit_scale: float = 1.0
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
     activation: str = SILU
+    window: AttentionSpec | None = None  # of the layers whose KV is a sliding window
+
+    def layers_with(self, kind: str) -> tuple[int, ...]:
+        """Indexes of the layers that work on a kind of memory."""
+        return tuple(i for i, layer in enumerate(self.layers) if kind in layer.kinds)
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """Indexes of the layers that have a recurrent state or windows."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer in (LINEAR, BOTH))
+        """Indexes of the layers that have a recurrent state or windows of a convolution."""
+        return self.layers_with(LINEAR)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indexes of the layers that have KV."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer in (ATTENTION, BOTH))
+        """Indexes of the layers that have the KV of all tokens."""
+        return self.layers_with(ATTENTION)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers that have the KV of a sliding window."""
+        return self.layers_with(WINDOW)
+
+    @property
+    def attentions(self) -> Mapping[str, AttentionSpec | LatentSpec]:
+        """Those of full attention and sliding windows that the model has, by kind."""
+        specs = {ATTENTION: self.attention, WINDOW: self.window}
+        return {kind: spec for kind, spec in specs.items() if spec is not None}
 
     @property
     def state(self) -> StateLayout:
         """What each linear layer keeps in a slot."""
         return self.linear.state if self.linear is not None else StateLayout(0, 0, (0,))
 
-    @property
-    def kv(self) -> KvLayout:
-        """What each attention layer keeps in a row."""
-        return self.attention.kv if self.attention is not None else KvLayout((0,), (0,))
+    def kv(self, kind: str) -> KvLayout:
+        """What each attention layer of a kind keeps in a row of its pool."""
+        return self.attentions[kind].kv if kind in self.attentions else KvLayout((0,), (0,))

@@ -7,7 +7,7 @@ from milepost.model import numba_attention, numba_recurrent
 from milepost.model import numba_elementwise as elementwise
 from milepost.model.config import GATE_FIRST, NO_NORM, SILU, LatentSpec, LinearSpec
 from milepost.model.kernels import AttentionWeights, ChunkTerms, ConvWeights, DeltaWeights, ScanWeights, TorchKernels
-from milepost.model.work import DecodeWork
+from milepost.model.work import DecodeRows, DecodeWork
 
 Tensor = torch.Tensor
 
@@ -173,24 +173,24 @@ class NumbaKernels(TorchKernels):
         self,
         layer: AttentionWeights,
         projected: Tensor,
-        work: DecodeWork,
+        seen: DecodeRows,
         keys: Tensor,
         values: Tensor,
         out: Tensor,
     ) -> None:
         if keys.dtype not in _NATIVE:
-            super().attention_step(layer, projected, work, keys, values, out)
+            super().attention_step(layer, projected, seen, keys, values, out)
             return
         spec = layer.spec
         self.enter()
         normed = spec.normed and not spec.wide_norms
-        norms = (layer.q_norm, layer.k_norm) if normed else (work.cos[0], work.sin[0])  # without norms: never read
+        norms = (layer.q_norm, layer.k_norm) if normed else (seen.cos[0], seen.sin[0])  # without norms: never read
         sizes = spec.heads, spec.kv_heads, spec.head_dim
         numba_attention.attention_step_for(*sizes, spec.gated, normed)(
             _array(projected),
-            (_array(work.cos), _array(work.sin)),
-            work.rows,
-            work.offsets,
+            (_array(seen.cos), _array(seen.sin)),
+            seen.rows,
+            seen.offsets,
             _array(keys),
             _array(values),
             tuple(_array(t) for t in norms),
@@ -198,13 +198,13 @@ class NumbaKernels(TorchKernels):
             _array(out),
         )
 
-    def latent_step(self, spec: LatentSpec, query: Tensor, work: DecodeWork, keys: Tensor) -> Tensor:
+    def latent_step(self, spec: LatentSpec, query: Tensor, seen: DecodeRows, keys: Tensor) -> Tensor:
         if keys.dtype not in _NATIVE:
-            return super().latent_step(spec, query, work, keys)
+            return super().latent_step(spec, query, seen, keys)
         out = torch.empty((*query.shape[:2], spec.rank))
         self.enter()
         numba_attention.latent_step_for(spec.heads, spec.rank, query.shape[-1])(
-            _array(query), work.rows, work.offsets, _array(keys), _array(out)
+            _array(query), seen.rows, seen.offsets, _array(keys), _array(out)
         )
         return out
 

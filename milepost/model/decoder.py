@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from milepost.model.batch import Batch, Span
-from milepost.model.config import ModelConfig
+from milepost.model.config import AttentionSpec, LatentSpec, ModelConfig
 from milepost.model.kernels import Kernels, rms_norm
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
@@ -65,7 +65,7 @@ class Decoder:
         self._norm = parts.norm
         self._head = parts.head
         self._kernels = parts.kernels
-        self._frequencies = _frequencies(config).to(self.device)
+        self._frequencies = {kind: _frequencies(spec).to(self.device) for kind, spec in config.attentions.items()}
 
     def forward(self, batch: Batch, memory: Memory, *, strict: bool = False) -> Tensor:
         """Consume the batch's tokens: states, windows and KV in `memory` move on.
@@ -76,7 +76,7 @@ class Decoder:
             self._kernels.enter()
             if strict:
                 return self._forward_strict(batch, memory)
-            work = prepare(batch, self.config, self._frequencies)
+            work = prepare(batch, self.config, self._frequencies, self.device)
             x = self._run(work, memory)
             if len(batch.wanted) == 0:
                 return self._no_logits()
@@ -88,14 +88,15 @@ class Decoder:
             self.config,
             1,
             3,
+            window_rows=3,
             kv_dtype=memory.keys.dtype,
             state_dtype=memory.temporal.dtype,
             conv_dtype=memory.conv.dtype,
             device=self.device,
         )
-        tokens, wanted = np.zeros(2, np.int32), np.zeros(1, np.int64)
-        self.forward(Batch(tokens, (Span(0, 2, np.array([1, 2], np.int32), 1),), wanted), scratch)
-        self.forward(Batch(tokens[:1], (Span(2, 3, np.array([1, 2, 3], np.int32), 1),), wanted), scratch)
+        tokens, wanted, rows = np.zeros(2, np.int32), np.zeros(1, np.int64), np.array([1, 2, 3], np.int32)
+        self.forward(Batch(tokens, (Span(0, 2, rows[:2], 1, window=rows[:2]),), wanted), scratch)
+        self.forward(Batch(tokens[:1], (Span(2, 3, rows, 1, window=rows),), wanted), scratch)
 
     def _run(self, work: Work, memory: Memory) -> Tensor:
         """The normed stream after the last layer, [rows of work, hidden]."""
@@ -147,7 +148,7 @@ class Decoder:
         tokens = np.concatenate([block.tokens for block in blocks])
         part = Batch(tokens, tuple(block.span for block in blocks), np.empty(0, np.int64))
         rows = STRICT_DECODE_ROWS if decode else CHUNK
-        work = prepare(part, self.config, self._frequencies, decode=decode, fixed_rows=rows)
+        work = prepare(part, self.config, self._frequencies, self.device, decode=decode, fixed_rows=rows)
         x = self._run(work, memory)
         # From place in the batch to place in this part; the head runs on all rows, so its shape is always the same.
         place = np.concatenate([block.first + np.arange(len(block.tokens)) for block in blocks])
@@ -182,15 +183,13 @@ def _strict_blocks(batch: Batch) -> list[_Block]:
             begin = first + start - span.start
             tokens = batch.tokens[begin : begin + stop - start]
             decode = stop - start == 1 and start > 0
-            block = Span(start, stop, span.rows[:stop], span.slot, marks)
+            window = span.window[: len(span.window) - (span.stop - stop)]
+            block = Span(start, stop, span.rows[:stop], span.slot, marks, window)
             blocks.append(_Block(block, tokens, begin, decode, decode and stop == span.stop))
         first += span.length
     return blocks
 
 
-def _frequencies(config: ModelConfig) -> Tensor:
+def _frequencies(spec: AttentionSpec | LatentSpec) -> Tensor:
     """Angle per position of each rotary pair, theta^(-2j/dim), float32 [rotary dim / 2] (none without positions)."""
-    if config.attention is None or not config.attention.rotary_dim:
-        return torch.empty(0)
-    dim = config.attention.rotary_dim
-    return 1.0 / config.attention.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / spec.rope_theta ** (torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim)

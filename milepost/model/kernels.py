@@ -23,7 +23,7 @@ from milepost.model.config import (
     LinearSpec,
     ScanSpec,
 )
-from milepost.model.work import DecodeWork
+from milepost.model.work import DecodeRows, DecodeWork
 
 Tensor = torch.Tensor
 
@@ -247,7 +247,7 @@ class TorchKernels:
         self,
         layer: AttentionWeights,
         projected: Tensor,
-        work: DecodeWork,
+        seen: DecodeRows,
         keys: Tensor,
         values: Tensor,
         out: Tensor,
@@ -258,9 +258,9 @@ class TorchKernels:
         out [batch, heads * dim].
         """
         spec = layer.spec
-        q, gate, k, v = split_attention(layer, projected, work.cos, work.sin)
-        rows, visible = work.padded_rows(projected.device)
-        last = work.last_rows(projected.device)
+        q, gate, k, v = split_attention(layer, projected, seen.cos, seen.sin)
+        rows, visible = seen.padded_rows(projected.device)
+        last = seen.last_rows(projected.device)
         keys[last] = k.to(keys.dtype)
         values[last] = v.to(values.dtype)
         q = q.view(len(q), spec.kv_heads, -1, spec.head_dim)
@@ -269,15 +269,15 @@ class TorchKernels:
         o = torch.einsum("bkgt,btkd->bkgd", scores.softmax(-1), values[rows].float())
         out.copy_(o.flatten(1) if gate is None else o.flatten(1) * gate)
 
-    def latent_step(self, spec: LatentSpec, query: Tensor, work: DecodeWork, keys: Tensor) -> Tensor:
+    def latent_step(self, spec: LatentSpec, query: Tensor, seen: DecodeRows, keys: Tensor) -> Tensor:
         """Attention of one token per sequence to latent rows [rows, rank + rope]: the mean latent of each head.
 
         query [batch, heads, rank + rope] float32, scaled; returns float32 [batch, heads, rank].
         """
-        rows, visible = work.padded_rows(query.device)
-        seen = keys[rows].float()
-        scores = (query @ seen.transpose(1, 2)).masked_fill(~visible[:, None], -math.inf)
-        return scores.softmax(-1) @ seen[..., : spec.rank]
+        rows, visible = seen.padded_rows(query.device)
+        wide = keys[rows].float()
+        scores = (query @ wide.transpose(1, 2)).masked_fill(~visible[:, None], -math.inf)
+        return scores.softmax(-1) @ wide[..., : spec.rank]
 
 
 Kernels = TorchKernels  # the interface is the class

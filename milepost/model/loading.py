@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from milepost.errors import ModelError
-from milepost.model.config import ATTENTION, BOTH, DENSE, LINEAR, NONE, LayerSpec, ModelConfig
+from milepost.model.config import ATTENTION, DENSE, LINEAR, NONE, WINDOW, LayerSpec, ModelConfig
 from milepost.model.decoder import Block, Decoder, Parts
 from milepost.model.families import FAMILIES, load_model_config
 from milepost.model.families.family import Family
@@ -90,14 +90,11 @@ def _build(maker: Maker, read: Reader) -> Parts:
         head = Linear(embedding, keep_layout=True)
     else:
         head = maker.linear(read("lm_head.weight", *vocabulary))
-    kinds = config.linear_layers, config.attention_layers
-    linear, attention = ({layer: index for index, layer in enumerate(layers)} for layers in kinds)
     blocks = []
     for i, layer in enumerate(config.layers):
         under = read.under(f"model.layers.{i}")
         if layer.mixer != NONE:
-            mixer = _mixer(family, layer, maker, under, (linear.get(i, -1), attention.get(i, -1)))
-            blocks.append(_block(family, layer, 0, mixer, maker, under))
+            blocks.append(_block(family, layer, 0, _mixer(family, i, maker, under), maker, under))
         if layer.mlp != NONE:
             make = family.dense if layer.mlp == DENSE else family.moe
             blocks.append(_block(family, layer, 1, make(maker, under.under(family.names.mlp), i), maker, under))
@@ -105,14 +102,18 @@ def _build(maker: Maker, read: Reader) -> Parts:
     return Parts(embedding, blocks, norm, head, maker.kernels)
 
 
-def _mixer(family: Family, layer: LayerSpec, maker: Maker, read: Reader, indexes: tuple[int, int]) -> Half:
-    makers = []
-    if layer.mixer in (LINEAR, BOTH):
-        makers.append((family.linear, family.names.linear, indexes[0]))
-    if layer.mixer in (ATTENTION, BOTH):
-        makers.append((family.attention, family.names.attention, indexes[1]))
-    mixers = tuple(make(maker, read.under(name), index) for make, name, index in makers)
-    return mixers[0] if len(mixers) == 1 else Parallel(mixers)
+def _mixer(family: Family, i: int, maker: Maker, read: Reader) -> Half:
+    """The mixer of layer i, or its mixers side by side."""
+    config, names, mixers = maker.config, family.names, []
+    parts = {
+        LINEAR: (family.linear, names.linear),
+        ATTENTION: (family.attention, names.attention),
+        WINDOW: (family.window, names.attention),
+    }
+    for kind in config.layers[i].kinds:
+        make, name = parts[kind]
+        mixers.append(make(maker, read.under(name), config.layers_with(kind).index(i)))
+    return mixers[0] if len(mixers) == 1 else Parallel(tuple(mixers))
 
 
 def _block(family: Family, layer: LayerSpec, which: int, half: Half, maker: Maker, read: Reader) -> Block:

@@ -1,11 +1,12 @@
 """From named tensors to the parts of a layer: what several families put together in the same way."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from milepost.model.config import RELU2, AttentionSpec, ModelConfig
+from milepost.model.config import ATTENTION, RELU2, WINDOW, AttentionSpec, ModelConfig
 from milepost.model.kernels import Kernels
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
@@ -52,9 +53,9 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1 else tensor.float() * factor
 
 
-def attention(maker: Maker, read: Reader, index: int) -> Attention:
+def attention(maker: Maker, read: Reader, index: int, kind: str = ATTENTION) -> Attention:
     """Grouped-query attention; the files interleave q and its gate head by head."""
-    spec, hidden = maker.config.attention, maker.config.hidden_size
+    spec, hidden = maker.config.attentions[kind], maker.config.hidden_size
     assert isinstance(spec, AttentionSpec)
     width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     q = read("q_proj.weight", width * (1 + spec.gated), hidden)
@@ -70,6 +71,7 @@ def attention(maker: Maker, read: Reader, index: int) -> Attention:
         norms = [maker.norm(read(f"{name}_norm.weight", size)) for name, size in zip("qk", sizes, strict=True)]
     return Attention(
         spec=spec,
+        kind=kind,
         index=index,
         eps=maker.config.rms_norm_eps,
         projection=maker.linear(scaled(q, of_q), *gates, scaled(k, of_k), scaled(v, of_v)),
@@ -78,6 +80,9 @@ def attention(maker: Maker, read: Reader, index: int) -> Attention:
         k_norm=norms[1],
         kernels=maker.kernels,
     )
+
+
+window = partial(attention, kind=WINDOW)
 
 
 def mlp(maker: Maker, read: Reader, width: int, hidden: int | None = None) -> Dense:

@@ -10,19 +10,24 @@ the padding has decay 1 and beta 0, so it changes no state. The convolution sees
 preceded by its window of kernel - 1 inputs (`ext`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from milepost.model.batch import Batch, Span
-from milepost.model.config import ModelConfig
+from milepost.model.config import ATTENTION, WINDOW, ModelConfig
 
 CHUNK = 64  # tokens of one chunk of the delta rule's matrix form
 _NARROWEST = 16  # short spans are padded to a multiple of this rather than to CHUNK
+_FEWEST_QUERIES = 64  # of a part of a span, where windows are shorter
+_MASK_LIMIT = 1 << 22  # elements of one boolean mask; longer products are cut by queries
+
+_ROWS = {ATTENTION: attrgetter("rows"), WINDOW: attrgetter("window")}  # of a span, up to its last position
 
 Tensor = torch.Tensor
 
@@ -32,6 +37,19 @@ class DecodeWork:
     """Sequences that consume one token each; arrays are for compiled kernels, tensors for the others."""
 
     slots: np.ndarray  # int64 [batch]
+
+    @property
+    def count(self) -> int:
+        return len(self.slots)
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        return torch.from_numpy(self.slots).to(device)
+
+
+@dataclass
+class DecodeRows:
+    """The KV rows that these sequences see, of each its token's own last, and the angles of these tokens."""
+
     rows: np.ndarray  # int32, all sequences' rows one after the other
     offsets: np.ndarray  # int64 [batch + 1], borders in `rows`
     cos: Tensor  # float32 [batch, rotary dim / 2]
@@ -40,10 +58,7 @@ class DecodeWork:
 
     @property
     def count(self) -> int:
-        return len(self.slots)
-
-    def slots_on(self, device: torch.device) -> Tensor:
-        return torch.from_numpy(self.slots).to(device)
+        return len(self.offsets) - 1
 
     def last_rows(self, device: torch.device) -> Tensor:
         """int64 [batch]: where each sequence's new KV goes."""
@@ -62,29 +77,52 @@ class DecodeWork:
 
 @dataclass
 class PrefillSpan:
-    """One prefill span as the attention layers see it."""
+    """One prefill span as attention layers of one kind see it: query i sees `reach` keys, the last its own.
+
+    Its keys are those of `before` tokens that came before, as far as it sees, and its own.
+    """
 
     first: int  # its first row in the reordered tokens
     length: int  # its rows, padding included (only strict mode pads)
-    start: int  # tokens consumed before
-    gather: Tensor | None  # int64 [start + length] KV rows (padding: the dummy), or None: nothing before, none padded
+    before: int
+    reach: int
+    gather: Tensor | None  # int64 [before + length] KV rows (padding: the dummy), or None: nothing before, none padded
+    device: torch.device
+
+    def parts(self) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Some queries, the keys that they see, and which of them each one sees (None: those up to its own).
+
+        In parts of a size that keeps masks small, and of a window's four fifths of what is computed visible.
+        """
+        if self.gather is None and self.length <= self.reach:
+            yield slice(None), slice(None), None
+            return
+        block = max(self.reach // 4, _FEWEST_QUERIES)
+        step = max(1, min(block, _MASK_LIMIT // min(self.before + self.length, self.reach + block)))
+        for first in range(0, self.length, step):
+            last = min(first + step, self.length)
+            before = min(self.before + first, self.reach - 1)
+            keys = slice(self.before + first - before, self.before + last)
+            yield slice(first, last), keys, self._mask(last - first, before)
 
     @cached_property
-    def mask(self) -> Tensor:
-        """bool [length, start + length]: query i sees positions up to start + i. Computed once, for all layers."""
-        assert self.gather is not None
-        ones = torch.ones((self.length, self.start + self.length), dtype=torch.bool, device=self.gather.device)
-        return ones.tril(self.start)
+    def _mask(self) -> Callable[[int, int], Tensor]:
+        """(queries, keys before the first of them) -> bool [queries, keys]; the last few are kept, for other layers."""
+
+        reach, device = self.reach, self.device
+
+        def make(queries: int, before: int) -> Tensor:
+            ones = torch.ones((queries, before + queries), dtype=torch.bool, device=device)
+            return ones.tril_(before).triu_(before - reach + 1)
+
+        return lru_cache(3)(make)  # a window's first, middle and last parts
 
 
 @dataclass
 class PrefillWork:
-    """The prefill part: attention spans, KV targets, and the chunk layout of the linear layers (see the module)."""
+    """The prefill part as the linear layers see it: its chunk layout (see the module)."""
 
     count: int  # rows, padding included
-    spans: tuple[PrefillSpan, ...]
-    source: Tensor  # int64 [written]: rows whose KV is kept
-    target: Tensor  # int64 [written]: the KV rows they go to
     slots: Tensor  # int64 [spans]
     resumed: Tensor  # bool [spans]: False where the state begins as zeros
     ext_length: int
@@ -102,28 +140,48 @@ class PrefillWork:
 
 
 @dataclass
+class View:
+    """The batch as attention layers of one kind see it: rows of their pool, and the angles by which they turn.
+
+    Prefill rows come first, `count` of them; `source` and `target` say which of them go to which KV rows.
+    """
+
+    count: int
+    spans: tuple[PrefillSpan, ...]
+    source: Tensor  # int64 [written]
+    target: Tensor
+    decode: DecodeRows | None
+    cos: Tensor  # float32 [padded total, rotary dim / 2]
+    sin: Tensor
+
+
+@dataclass
 class Work:
     """A whole batch, ready for the layers."""
 
     tokens: Tensor  # int64 [padded total]
     prefill: PrefillWork | None
     decode: DecodeWork | None
-    cos: Tensor  # float32 [padded total, rotary dim / 2]
-    sin: Tensor
+    views: Mapping[str, View]  # for each kind of attention that the model has
     place: np.ndarray  # int64 [total]: where the batch's i-th token went
     copies: tuple[tuple[int, int], ...]  # (working slot, target slot): marks at the end of a span
     fixed_rows: int | None  # strict mode: every GEMM has exactly this many rows
 
 
 def prepare(
-    batch: Batch, config: ModelConfig, frequencies: Tensor, *, decode: bool = True, fixed_rows: int | None = None
+    batch: Batch,
+    config: ModelConfig,
+    frequencies: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    decode: bool = True,
+    fixed_rows: int | None = None,
 ) -> Work:
-    """Order and index a batch. `frequencies` float32 [rotary dim / 2], on the device of the result.
+    """Order and index a batch. `frequencies` float32 [rotary dim / 2] for each kind of attention, on `device`.
 
     fixed_rows pads to that many rows (strict mode). In strict mode a batch is either one prefill span or decode
     spans, and `decode` says which, so that a block of one token can be treated as either.
     """
-    device = frequencies.device
     first = np.cumsum([0, *(span.length for span in batch.spans)])
     steps = [i for i, span in enumerate(batch.spans) if decode and span.length == 1 and span.start > 0]
     others = sorted(set(range(len(batch.spans))) - set(steps), key=lambda i: -_chunk_count(batch.spans[i]))
@@ -140,28 +198,57 @@ def prepare(
         positions[:total] = [span.start for span in spans]
     else:
         positions[:total] = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    angles = torch.from_numpy(positions).to(device)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    prefill = _prefill(spans[: len(others)], config.state.taps + 1, device, fixed_rows) if others else None
-    begin = prefill.count if prefill is not None else 0
+    parts = spans[: len(others)], spans[len(others) :]
+    column = torch.from_numpy(positions).to(device)[:, None]
     return Work(
         tokens=torch.from_numpy(tokens).to(device),
-        prefill=prefill,
-        decode=_decode(spans[len(others) :], cos[begin:total], sin[begin:total]) if steps else None,
-        cos=cos,
-        sin=sin,
+        prefill=_prefill(parts[0], config.state.taps + 1, device, fixed_rows) if others else None,
+        decode=DecodeWork(np.array([span.slot for span in parts[1]], np.int64)) if steps else None,
+        views={kind: _view(config, kind, parts, column * turn, fixed_rows) for kind, turn in frequencies.items()},
         place=place,
         copies=tuple((span.slot, slot) for span in spans for at, slot in span.marks if at == span.stop),
         fixed_rows=fixed_rows,
     )
 
 
-def _decode(spans: Sequence[Span], cos: Tensor, sin: Tensor) -> DecodeWork:
-    # Copying the rows costs 4 bytes per position and step; reading their KV costs hundreds per layer.
-    return DecodeWork(
-        slots=np.array([span.slot for span in spans], np.int64),
-        rows=np.concatenate([span.rows for span in spans], dtype=np.int32),
-        offsets=np.cumsum([0, *(span.stop for span in spans)], dtype=np.int64),
+def _view(
+    config: ModelConfig, kind: str, parts: tuple[list[Span], list[Span]], angles: Tensor, fixed_rows: int | None
+) -> View:
+    """What one kind of attention sees of the spans of prefill and of decode; with `fixed_rows` as in `_prefill`.
+
+    Which rows are read follows from positions alone, however many of those behind a window a span names.
+    """
+    prefill, steps = parts
+    reach, rows_of, device = config.attentions[kind].reach, _ROWS[kind], angles.device
+    for span in (*prefill, *steps):
+        assert len(rows_of(span)) >= span.length + min(span.start, reach), f"too few rows of the {kind} pool: {span}"
+    first = np.cumsum([0, *(fixed_rows or span.length for span in prefill)])
+    spans = []
+    for begin, end, span in zip(first[:-1], first[1:], prefill, strict=True):
+        length, before, gather = int(end - begin), min(span.start, reach - 1), None
+        if before or length > span.length:
+            rows = np.zeros(before + length, np.int64)
+            seen = before + span.length
+            rows[:seen] = rows_of(span)[-seen:]
+            gather = torch.from_numpy(rows).to(device)
+        spans.append(PrefillSpan(int(begin), length, before, reach, gather, device))
+
+    def indexes(arrays: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *arrays])).to(device)
+
+    decode, cos, sin = None, angles.cos(), angles.sin()
+    if steps:
+        # Copying the rows costs 4 bytes per position and step; reading their KV costs hundreds per layer.
+        seen = [rows_of(span)[-min(span.stop, reach) :] for span in steps]
+        own = slice(first[-1], first[-1] + len(steps))
+        offsets = np.cumsum([0, *map(len, seen)], dtype=np.int64)
+        decode = DecodeRows(np.concatenate(seen, dtype=np.int32), offsets, cos[own], sin[own])
+    return View(
+        count=int(first[-1]),
+        spans=tuple(spans),
+        source=indexes([begin + np.arange(span.length) for begin, span in zip(first[:-1], prefill, strict=True)]),
+        target=indexes([rows_of(span)[-span.length :] for span in prefill]),
+        decode=decode,
         cos=cos,
         sin=sin,
     )
@@ -213,16 +300,12 @@ def _prefill(spans: Sequence[Span], kernel: int, device: torch.device, fixed_row
                     mark_ext.append(first[s] + shift[s] + stop + before)
                     mark_slots.append(slot)
     ends_ext = [first[s] + shift[s] + span.length + before for s, span in enumerate(spans)]
-    written = [first[s] + np.arange(span.length) for s, span in enumerate(spans)]
 
     def indexes(arrays: Sequence[np.ndarray] | np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(arrays, np.int64)).to(device)
 
     return PrefillWork(
         count=int(first[-1]),
-        spans=tuple(_attention_span(span, int(first[s]), lengths[s], indexes) for s, span in enumerate(spans)),
-        source=indexes(np.concatenate(written)),
-        target=indexes(np.concatenate([span.rows[span.start :] for span in spans])),
         slots=indexes([span.slot for span in spans]),
         resumed=torch.tensor([span.start > 0 for span in spans], device=device),
         ext_length=int(first[-1] + len(spans) * (kernel - 1)),
@@ -238,12 +321,3 @@ def _prefill(spans: Sequence[Span], kernel: int, device: torch.device, fixed_row
         ext_marks=indexes(np.reshape(mark_ext, (len(mark_ext), kernel - 1))),
         mark_slots=indexes(mark_slots),
     )
-
-
-def _attention_span(span: Span, first: int, length: int, indexes) -> PrefillSpan:
-    gather = None
-    if span.start > 0 or length > span.length:
-        rows = np.zeros(span.start + length, np.int64)
-        rows[: span.stop] = span.rows
-        gather = indexes(rows)
-    return PrefillSpan(first, length, span.start, gather)

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from milepost.model import Batch, Decoder, Memory, Span
 
 VOCAB = 320
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 _BRANCH = re.compile(r"(out_proj|o_proj|down_proj|w2|output_linear)(\.weight)?$")
 
 _SHARED = {
@@ -177,6 +178,16 @@ FAMILIES: dict[str, Recipe] = {
     "olmo_hybrid": Recipe(
         "OlmoHybrid", {**_DELTA, "head_dim": 16, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}
     ),
+    "lara_mini": Recipe(
+        "LaraMini",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [LINEAR, SLIDING, FULL, SLIDING, LINEAR, FULL],
+        },
+    ),
 }
 
 
@@ -230,33 +241,87 @@ def random_tokens(seed: int, length: int, vocab: int = VOCAB) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, length, dtype=np.int32)
 
 
+class Windows:
+    """The window pool, by position: rows behind a window are given back, and hold NaN until they are used again.
+
+    `spare`: how many positions behind the window keep their rows.
+    """
+
+    def __init__(self, memory: Memory, reach: int, rng: np.random.Generator) -> None:
+        self.reach = reach
+        self.spare = 0
+        self._memory = memory
+        self._free = [int(row) for row in rng.permutation(np.arange(1, memory.window_rows + 1))]
+        self._users = Counter[int]()
+        for tensor in (memory.window_keys, memory.window_values):
+            tensor[:, 1:] = torch.nan
+
+    def window(self, rows: dict[int, int], start: int, stop: int, kept: set[int]) -> np.ndarray:
+        """The span's window, as `rows` (by position) move on; the windows of positions `kept` stay."""
+        if not self.reach:
+            return np.empty(0, np.int32)
+        first = max(0, start - self.reach - self.spare)
+        needed = {p for at in kept for p in range(at - self.reach, at)} | set(range(first, stop))
+        for position in set(rows) - needed:
+            self._give_back(rows.pop(position))
+        for position in range(start, stop):
+            if position not in rows:
+                rows[position] = self._free.pop()
+                self._users[rows[position]] = 1
+        return np.array([rows[position] for position in range(first, stop)], np.int32)
+
+    def share(self, rows: dict[int, int], position: int) -> dict[int, int]:
+        """What whoever goes on from `position` has of another's rows: the last window's."""
+        shared = {p: rows[p] for p in range(max(0, position - self.reach), position)}
+        self._users.update(shared.values())
+        return shared
+
+    def _give_back(self, row: int) -> None:
+        self._users[row] -= 1
+        if not self._users[row]:
+            self._free.append(row)
+            for tensor in (self._memory.window_keys, self._memory.window_values):
+                tensor[:, row] = torch.nan
+
+
 class Sequence:
     """Tokens with scattered rows and a working slot, fed piece by piece."""
 
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray, slot: int) -> None:
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, slot: int, windows: Windows) -> None:
         self.tokens = tokens
         self.rows = rows
         self.slot = slot
         self.at = 0
+        self.window: dict[int, int] = {}  # position -> row of the window pool
+        self._windows = windows
+        self._marked: set[int] = set()
 
     def take(self, count: int, marks: tuple[tuple[int, int], ...] = ()) -> tuple[np.ndarray, Span]:
         """The next `count` tokens and their span."""
         start, stop = self.at, self.at + count
         self.at = stop
-        return self.tokens[start:stop], Span(start, stop, self.rows[:stop], self.slot, marks)
+        self._marked |= {position for position, _ in marks}
+        window = self._windows.window(self.window, start, stop, self._marked)
+        return self.tokens[start:stop], Span(start, stop, self.rows[:stop], self.slot, marks, window)
+
+    def leave(self) -> None:
+        """Give back all window rows; others keep those that they share."""
+        self._windows.window(self.window, 0, 0, set())
 
 
 class Driver:
     """A decoder, a memory with ids handed out in shuffled order, and sequences in it."""
 
-    def __init__(self, decoder: Decoder, *, slots: int = 12, rows: int = 2000, seed: int = 0, **dtypes: Any) -> None:
+    def __init__(self, decoder: Decoder, *, slots: int = 12, rows: int = 2000, seed: int = 0, **memory: Any) -> None:
         self.decoder = decoder
-        dtypes.setdefault("kv_dtype", decoder.dtype)
-        self.memory = Memory(decoder.config, slots, rows, **dtypes)
+        window = decoder.config.window
+        memory = {"kv_dtype": decoder.dtype, "window_rows": rows if window else 0, **memory}
+        self.memory = Memory(decoder.config, slots, rows, **memory)
         # What is never handed out must never matter, and what was used before must not either.
         for tensor in (self.memory.conv, self.memory.temporal, self.memory.keys, self.memory.values):
             tensor[:, 1:].normal_()
         rng = np.random.default_rng(seed)
+        self.windows = Windows(self.memory, window.reach if window else 0, rng)
         self._rows = rng.permutation(np.arange(1, rows + 1)).astype(np.int32)
         self._slots = [int(slot) for slot in rng.permutation(np.arange(1, slots + 1))]
         self._used = 0
@@ -270,7 +335,16 @@ class Driver:
         return self._rows[first : self._used]
 
     def sequence(self, tokens: np.ndarray) -> Sequence:
-        return Sequence(tokens, self.rows(len(tokens)), self.slot())
+        return Sequence(tokens, self.rows(len(tokens)), self.slot(), self.windows)
+
+    def resumed(self, tokens: np.ndarray, first: Sequence, position: int, slot: int) -> Sequence:
+        """A sequence that goes on where `first` was after `position` tokens, from the state in `slot`."""
+        again = self.sequence(tokens)
+        again.rows = np.concatenate([first.rows[:position], again.rows[position:]])
+        again.window = self.windows.share(first.window, position)
+        again.at = position
+        self.memory.copy_slot(slot, again.slot)
+        return again
 
     def run(self, *parts: tuple[np.ndarray, Span], strict: bool = False) -> list[torch.Tensor]:
         """One forward pass over the parts; the logits of all tokens, part by part."""

@@ -5,6 +5,7 @@ rounding.
 """
 
 import numpy as np
+import pytest
 import torch
 
 from milepost.core.checkpoint import NO_CACHE, CheckpointPolicy
@@ -25,6 +26,8 @@ def prompts() -> list[np.ndarray]:
 
 def test_cached_texts_equal_cold_ones(golden, decoders):
     decoder = decoders(golden.folder, torch.float32)
+    if decoder.config.window_layers:
+        pytest.skip("core hands out no window rows yet: remove this line when Chunk.window comes filled")
     cold = World(policy=NO_CACHE, decoder=decoder, rows=4_000, slots=8)
     expected = cold.run(prompts(), ANSWER)
     policy, limits = CheckpointPolicy.level(3, 5), Limits(8, 48, 4_000)

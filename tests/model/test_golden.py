@@ -24,6 +24,7 @@ TORCH = (
     "falcon_h1",
     "kimi_linear",
     "lfm2_moe",
+    "lara_mini",
     "minimax",
     "nemotron_h",
     "olmo_hybrid",
@@ -90,10 +91,7 @@ def test_resume_from_a_mark(driver, expected, position):
     kept = driver.slot()
     out = driver.run(first.take(140, marks=((position, kept),)))[0]
     assert worst(out, expected(tokens)[:140]) < TOLERANCE
-    second = driver.sequence(others)
-    second.rows = np.concatenate([first.rows[:position], second.rows[position:]])
-    second.at = position
-    driver.memory.copy_slot(kept, second.slot)
+    second = driver.resumed(others, first, position, kept)
     resumed = driver.feed(second, [40 if position < 110 else 5, 3, 1, 1])
     assert worst(resumed, expected(others)[position : second.at]) < TOLERANCE
     # The first sequence went on undisturbed by its mark.
@@ -143,10 +141,11 @@ def test_marks_of_several_spans_in_one_batch(driver, expected):
         assert worst(got, expected(sequence.tokens)[position : position + 22]) < TOLERANCE
 
 
-def test_long_context_attention_in_parts(goldens, decoders, monkeypatch):
+@pytest.mark.parametrize("family", ["lara_mini", "qwen3_5_text"])
+def test_long_context_attention_in_parts(goldens, decoders, monkeypatch, family):
     """Masks beyond the limit are cut by queries; the result is the same."""
-    monkeypatch.setattr("milepost.model.mixers.attention._MASK_LIMIT", 1000)
-    golden = goldens("qwen3_5_text")
+    monkeypatch.setattr("milepost.model.work._MASK_LIMIT", 1000)
+    golden = goldens(family)
     driver = Driver(decoders(golden.folder))
     tokens = random_tokens(8, 200)
     logits = driver.feed(driver.sequence(tokens), [50, 150])
@@ -174,7 +173,8 @@ def test_dummies_stay_zero(driver):
         driver.feed(sequence, [66, 1, 1])
         driver.run(driver.sequence(random_tokens(i, 70)).take(70), strict=True)
     memory = driver.memory
-    assert not any(tensor[:, 0].any() for tensor in (memory.conv, memory.temporal, memory.keys, memory.values))
+    tensors = memory.conv, memory.temporal, *memory.kv["attention"], *memory.kv["window"]
+    assert not any(tensor[:, 0].any() for tensor in tensors)
 
 
 def test_bfloat16_is_no_worse_than_the_reference_in_bfloat16(golden, decoders):
@@ -271,6 +271,10 @@ def test_a_dense_qwen3_next(tmp_path):
             "olmo_hybrid",
             {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
         ),
+        ("lara_mini", {"sliding_window": 1, "tie_word_embeddings": True}),
+        ("lara_mini", {"sliding_window": 7, "norm_topk_prob": False}),
+        ("lara_mini", {"sliding_window": 70, "layer_types": ["sliding_attention", "linear_attention"]}),
+        ("lara_mini", {"sliding_window": 200, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
 def test_other_settings(tmp_path, family, changes):

@@ -21,7 +21,7 @@ from milepost.model.config import (
 from milepost.model.cpu_kernels import NumbaKernels
 from milepost.model.kernels import TorchKernels, choose_kernels
 from milepost.model.linear import Linear
-from milepost.model.work import DecodeWork
+from milepost.model.work import DecodeRows, DecodeWork
 
 BOTH = (torch.float32, torch.bfloat16)
 EPS = 1e-6
@@ -77,11 +77,15 @@ def scan_layer(kernel, timed, **kind):
     )
 
 
-def decode_work(lengths, rows, slots, rotary_dim=8):
+def decode_rows(lengths, rows, rotary_dim=8):
     ids = np.random.default_rng(1).permutation(np.arange(1, rows + 1))[: sum(lengths)].astype(np.int32)
     angles = torch.randn(len(lengths), rotary_dim // 2)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    return DecodeWork(np.array(slots, np.int64), ids, offsets, angles.cos(), angles.sin())
+    return DecodeRows(ids, offsets, angles.cos(), angles.sin())
+
+
+def decode_work(slots):
+    return DecodeWork(np.array(slots, np.int64))
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -108,7 +112,7 @@ def test_silu_mul(compiled, dtype):
 def test_delta_step(compiled, dtype, state_dtype, key_heads, value_heads, kernel):
     layer = delta_layer(key_heads, value_heads, kernel)
     spec = layer.spec
-    work = decode_work([1] * 5, 10, slots=[3, 8, 1, 6, 2])
+    work = decode_work([3, 8, 1, 6, 2])
     projected = torch.randn(5, spec.channels + spec.value_width + 2 * value_heads).to(dtype)
     conv = torch.randn(9, kernel - 1, spec.channels).to(dtype)
     temporal = torch.randn(9, value_heads, 16, 24).to(state_dtype)
@@ -138,7 +142,7 @@ def test_delta_step(compiled, dtype, state_dtype, key_heads, value_heads, kernel
 def test_delta_step_of_other_kinds(compiled, kind):
     dtype = torch.float32
     layer = delta_layer(4, 4, 4, value_dim=16, **kind) if "channel_gates" in kind else delta_layer(2, 4, 4, **kind)
-    work = decode_work([1] * 3, 10, slots=[3, 1, 2])
+    work = decode_work([3, 1, 2])
     projected = torch.randn(3, layer.spec.channels + layer.spec.value_width + 4 + layer.spec.gates).to(dtype)
     conv, temporal = torch.randn(5, 3, layer.spec.channels).to(dtype), torch.randn(5, *layer.spec.state.temporal)
     out = torch.zeros(3, layer.spec.value_width, dtype=dtype)
@@ -158,7 +162,7 @@ def test_delta_step_of_other_kinds(compiled, kind):
 def test_scan_step(compiled, kernel, timed, dtype, state_dtype):
     layer = scan_layer(kernel, timed)
     spec = layer.spec
-    work = decode_work([1] * 4, 10, slots=[3, 8, 1, 6])
+    work = decode_work([3, 8, 1, 6])
     projected = torch.randn(4, spec.channels + spec.value_width + 8 * timed).to(dtype)
     conv = torch.randn(9, spec.state.taps, spec.state.channels).to(dtype)
     temporal = torch.randn(9, 8, 24, 16).to(state_dtype)
@@ -188,7 +192,7 @@ def test_finish(compiled, dtype, norm, gate):
 @pytest.mark.parametrize("kernel", [3])
 def test_conv_step(compiled, dtype, kernel):
     x, weight = torch.randn(3, 20).to(dtype), torch.randn(kernel, 20)
-    work = decode_work([1] * 3, 10, slots=[3, 1, 4])
+    work = decode_work([3, 1, 4])
     conv = torch.randn(6, kernel - 1, 20).to(dtype)
     conv2 = conv.clone()
     for _ in range(3):
@@ -200,13 +204,13 @@ def test_conv_step(compiled, dtype, kernel):
 @pytest.mark.parametrize(("heads", "kv_dtype"), [(4, torch.float32), (4, torch.bfloat16), (3, torch.float32)])
 def test_latent_step(compiled, kv_dtype, heads):
     spec = LatentSpec(heads, 32, 8, 16, 16, 0, 0, 1.0, False)
-    work = decode_work([1, 70, 13, 2], 120, slots=[1, 2, 3, 4])
+    seen = decode_rows([1, 70, 13, 2], 120)
     query = torch.randn(4, heads, 40) * 0.3
     keys = torch.randn(121, 40).to(kv_dtype)
     keys[0] = 0
     close(
-        compiled.latent_step(spec, query, work, keys),
-        TorchKernels().latent_step(spec, query, work, keys),
+        compiled.latent_step(spec, query, seen, keys),
+        TorchKernels().latent_step(spec, query, seen, keys),
         torch.float32,
     )
 
@@ -217,13 +221,13 @@ def test_attention_step_of_other_kinds(compiled, kind):
     spec = AttentionSpec(**{**sizes, **kind})
     norms = {"q_norm": 1 + torch.randn(16), "k_norm": 1 + torch.randn(16)} if spec.normed else dict.fromkeys(NORMS)
     layer = SimpleNamespace(spec=spec, eps=EPS, **norms)
-    work = decode_work([1, 70, 13], 120, slots=[1, 2, 3], rotary_dim=spec.rotary_dim)
+    seen = decode_rows([1, 70, 13], 120, rotary_dim=spec.rotary_dim)
     projected = torch.randn(3, 8 * 16)
     keys, values = (torch.randn(121, 2, 16) for _ in range(2))
     keys2, values2 = keys.clone(), values.clone()
     out, out2 = torch.zeros(3, 64), torch.zeros(3, 64)
-    compiled.attention_step(layer, projected, work, keys, values, out)
-    TorchKernels().attention_step(layer, projected, work, keys2, values2, out2)
+    compiled.attention_step(layer, projected, seen, keys, values, out)
+    TorchKernels().attention_step(layer, projected, seen, keys2, values2, out2)
     close(out, out2, torch.float32)
     close(keys, keys2, torch.float32)
 
@@ -235,15 +239,15 @@ def test_attention_step_of_other_kinds(compiled, kind):
 def test_attention_step(compiled, dtype, kv_dtype, heads, kv_heads):
     spec = AttentionSpec(heads, kv_heads, head_dim=32, rotary_dim=8, rope_theta=1e4)
     layer = SimpleNamespace(spec=spec, eps=EPS, q_norm=1 + torch.randn(32), k_norm=1 + torch.randn(32))
-    work = decode_work([1, 70, 13, 2], 120, slots=[1, 2, 3, 4])
+    seen = decode_rows([1, 70, 13, 2], 120)
     projected = torch.randn(4, (2 * heads + 2 * kv_heads) * 32).to(dtype)
     keys, values = (torch.randn(121, kv_heads, 32).to(kv_dtype) for _ in range(2))
     keys[0], values[0] = torch.nan, torch.nan  # the dummy row is never looked at by the compiled kernel
     keys2, values2 = keys.nan_to_num(0), values.nan_to_num(0)
     out = torch.zeros(4, heads * 32, dtype=dtype)
     out2 = out.clone()
-    compiled.attention_step(layer, projected, work, keys, values, out)
-    TorchKernels().attention_step(layer, projected, work, keys2, values2, out2)
+    compiled.attention_step(layer, projected, seen, keys, values, out)
+    TorchKernels().attention_step(layer, projected, seen, keys2, values2, out2)
     close(out, out2, torch.bfloat16 if torch.bfloat16 in (dtype, kv_dtype) else dtype)
     close(keys[1:], keys2[1:], kv_dtype)
     assert torch.equal(values[1:], values2[1:])

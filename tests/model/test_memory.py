@@ -61,8 +61,9 @@ def test_bytes_equal_the_planners_for_every_family(golden, dtype):
     """What core/geometry reads from a config is what is allocated for it."""
     shape = models.read_config(json.loads((golden.folder / "config.json").read_text()))
     footprint = measure(shape, Layout(), Formats("float32", dtype, dtype))
-    memory = Memory(load_model_config(golden.folder), 5, 9, kv_dtype=getattr(torch, dtype))
+    memory = Memory(load_model_config(golden.folder), 5, 9, window_rows=7, kv_dtype=getattr(torch, dtype))
     assert (memory.slot_bytes, memory.row_bytes) == (footprint.slot, footprint.row)
+    assert (memory.window_row_bytes, memory.window_bytes) == (footprint.window_row, 8 * footprint.window_row)
     assert memory.temporal_bytes == 6 * footprint.temporal
     assert memory.conv_bytes == 6 * footprint.conv
     assert memory.kv_bytes == 10 * footprint.row

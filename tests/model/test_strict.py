@@ -8,7 +8,7 @@ from milepost.model import Batch
 from tests.model.oracle import FAMILIES, Driver, random_tokens, reference_logits, worst
 
 # In bfloat16 one family for each kind of kernel: all that compiles once more for it.
-NARROW = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text")
+NARROW = ("kimi_linear", "lara_mini", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text")
 DRIVEN = [(family, "float32") for family in sorted(FAMILIES)] + [(family, "bfloat16") for family in NARROW]
 
 
@@ -47,10 +47,8 @@ def test_resumed_equals_cold(driver, position):
     first = driver.sequence(others)
     kept = driver.slot()
     strict(driver, first.take(170, marks=((position, kept),)))
-    again = driver.sequence(tokens)
-    again.rows = np.concatenate([first.rows[:position], again.rows[position:]])
-    again.at = position
-    driver.memory.copy_slot(kept, again.slot)
+    again = driver.resumed(tokens, first, position, kept)
+    first.leave()
     # It resumes amid batch mates that prefill and decode.
     mates = [driver.sequence(random_tokens(10 + i, 100)) for i in range(11)]
     strict(driver, *(mate.take(20 + i) for i, mate in enumerate(mates)))
@@ -89,17 +87,15 @@ def test_the_first_token_of_a_block_alone(driver):
     """65 = 64 + 1: a block of one token is computed the same way whether or not its span began before it."""
     tokens = random_tokens(5, 65)
     expected, _ = cold(driver, tokens, 65)
-    kept, first, again = driver.slot(), driver.sequence(tokens), driver.sequence(tokens)
+    kept, first = driver.slot(), driver.sequence(tokens)
     strict(driver, first.take(64, marks=((64, kept),)))
-    again.rows = np.concatenate([first.rows[:64], again.rows[64:]])
-    again.at = 64
-    driver.memory.copy_slot(kept, again.slot)
+    again = driver.resumed(tokens, first, 64, kept)
     assert torch.equal(strict(driver, again.take(1))[0], expected[64:])
 
 
 def test_strict_is_still_the_same_model(golden, decoders):
     driver = Driver(decoders(golden.folder))
-    tokens = random_tokens(6, 180)
+    tokens = random_tokens(26, 180)
     logits, _ = cold(driver, tokens, 150)
     assert worst(logits, reference_logits(golden.reference, tokens)) < 1e-4
 

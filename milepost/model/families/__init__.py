@@ -10,7 +10,7 @@ from typing import Any
 
 from milepost.errors import ModelConfigError
 from milepost.model.config import ModelConfig
-from milepost.model.families import falcon, granite, kimi, lfm, minimax, nemotron, olmo, qwen
+from milepost.model.families import falcon, granite, kimi, lara, lfm, minimax, nemotron, olmo, qwen
 from milepost.model.families.family import Family
 from milepost.model.families.fields import Fields
 
@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Family] = {
     **lfm.FAMILIES,
     **minimax.FAMILIES,
     **olmo.FAMILIES,
+    **lara.FAMILIES,
 }
 
 

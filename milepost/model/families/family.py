@@ -44,6 +44,7 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     linear: Part
     attention: Part = parts.attention
+    window: Part = parts.window
     dense: Part = parts.dense
     moe: Part = parts.moe
     names: Names = Names()

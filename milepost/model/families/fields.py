@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from milepost.errors import ModelConfigError
-from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, AttentionSpec, LayerSpec, ModelConfig
+from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, WINDOW, AttentionSpec, LayerSpec, ModelConfig
 
 # With text alone the three positions of a multimodal rope are one.
 _ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -155,8 +155,9 @@ def whole_model(fields: Fields, layers: list[LayerSpec], **parts: Any) -> ModelC
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         layers=tuple(layers),
-        linear=parts.pop("linear") if any(layer.mixer not in (ATTENTION, "none") for layer in layers) else None,
-        attention=parts.pop("attention") if any(layer.mixer not in (LINEAR, "none") for layer in layers) else None,
+        linear=parts.pop("linear") if any(LINEAR in layer.kinds for layer in layers) else None,
+        attention=parts.pop("attention") if any(ATTENTION in layer.kinds for layer in layers) else None,
+        window=parts.pop("window") if any(WINDOW in layer.kinds for layer in layers) else None,
         intermediate_size=parts.pop("intermediate_size", None) or _intermediate(fields, DENSE in mlps),
         moe=parts.pop("moe") if MOE in mlps else None,
         rms_norm_eps=fields.number(fields.first("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-6),
@@ -167,7 +168,7 @@ def whole_model(fields: Fields, layers: list[LayerSpec], **parts: Any) -> ModelC
         pad_token_id=fields.get("pad_token_id"),
         dtype=fields.get(fields.first("dtype", "torch_dtype")),
         state_dtype=str(fields.get(fields.first("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "float32")),
-        **{name: value for name, value in parts.items() if name not in ("linear", "attention", "moe")},
+        **{name: value for name, value in parts.items() if name not in ("linear", "attention", "window", "moe")},
     )
     fields.check_all_asked()
     return config

@@ -46,7 +46,8 @@ def gated_delta(maker: Maker, read: Reader, index: int, projection: Tensor, conv
     )
 
 
-def _separate(maker: Maker, read: Reader, index: int) -> GatedDelta:
+def separate(maker: Maker, read: Reader, index: int) -> GatedDelta:
+    """The projections one by one, as transformers has them."""
     spec, hidden = maker.config.linear, maker.config.hidden_size
     sizes = {"qkv": spec.channels, "z": spec.value_width, "b": spec.value_heads, "a": spec.value_heads}
     merged = torch.cat([read(f"in_proj_{part}.weight", size, hidden) for part, size in sizes.items()])
@@ -64,14 +65,14 @@ def _per_key_head(maker: Maker, read: Reader, index: int) -> GatedDelta:
     return gated_delta(maker, read, index, merged, read("conv1d.weight", spec.channels, 1, spec.kernel))
 
 
-def _moe(fields: Fields) -> MoeSpec:
+def shared_moe(fields: Fields, **more) -> MoeSpec:
     spec = MoeSpec(
         experts=fields.size("num_experts"),
         per_token=fields.size("num_experts_per_tok"),
         width=fields.size("moe_intermediate_size"),
         shared_width=fields.size("shared_expert_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", True),
-        shared_gate=True,
+        **{"shared_gate": True, **more},
     )
     if spec.per_token > spec.experts:
         raise fields.refuse("num_experts_per_tok", f"at most num_experts = {spec.experts}")
@@ -105,11 +106,11 @@ def _read(fields: Fields) -> ModelConfig:
         [LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)],
         linear=delta_spec(fields),
         attention=AttentionSpec(*sizes, *rope(fields, sizes[2], 0.25)),
-        moe=_moe(fields) if MOE in mlps else None,
+        moe=shared_moe(fields) if MOE in mlps else None,
     )
 
 
-_SEPARATE = Family(_read, _separate, offset=1.0)
+_SEPARATE = Family(_read, separate, offset=1.0)
 
 FAMILIES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _SEPARATE),

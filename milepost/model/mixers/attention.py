@@ -1,6 +1,7 @@
-"""Full attention: grouped queries; as the model has it RMSNorm on q and k, partial rotary, a sigmoid output gate.
+"""Attention: grouped queries; as the model has it RMSNorm on q and k, partial rotary, a sigmoid output gate.
 
-KV is read from the rows a span names, in any order and anywhere in the pool.
+KV is read from the rows a span names, in any order and anywhere in the pool. Full attention and sliding windows differ
+in the pool and the view of the batch that they work on.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,9 @@ from milepost.model.config import AttentionSpec
 from milepost.model.kernels import Kernels, rms_norm, split_attention
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
-from milepost.model.work import PrefillSpan, PrefillWork, Work
+from milepost.model.work import PrefillSpan, View, Work
 
 Tensor = torch.Tensor
-
-_MASK_LIMIT = 1 << 22  # elements of one boolean mask; longer products are cut by queries
 
 
 @dataclass
@@ -27,7 +26,8 @@ class Attention:
     """
 
     spec: AttentionSpec
-    index: int  # of this layer among the attention layers
+    kind: str  # ATTENTION or WINDOW: the pool and the view it works on
+    index: int  # of this layer among those of its kind
     eps: float
     projection: Linear
     output: Linear
@@ -40,26 +40,23 @@ class Attention:
         if self.spec.wide_norms:
             projected = self._wide_norms(projected)
         out = projected.new_zeros((len(x), self.spec.heads * self.spec.head_dim))
-        keys, values = memory.keys[self.index], memory.values[self.index]
-        begin = 0
-        if work.prefill is not None:
-            begin = work.prefill.count
-            self._prefill(projected[:begin], work, work.prefill, keys, values, out[:begin])
-        if work.decode is not None:
-            end = begin + work.decode.count
-            self.kernels.attention_step(self, projected[begin:end], work.decode, keys, values, out[begin:end])
+        view = work.views[self.kind]
+        keys, values = (pool[self.index] for pool in memory.kv[self.kind])
+        begin = view.count
+        if view.spans:
+            self._prefill(projected[:begin], view, keys, values, out[:begin])
+        if view.decode is not None:
+            end = begin + view.decode.count
+            self.kernels.attention_step(self, projected[begin:end], view.decode, keys, values, out[begin:end])
         return self.output(out)
 
-    def _prefill(
-        self, projected: Tensor, work: Work, prefill: PrefillWork, keys: Tensor, values: Tensor, out: Tensor
-    ) -> None:
-        count = prefill.count
-        q, gate, k, v = split_attention(self, projected, work.cos[:count], work.sin[:count])
+    def _prefill(self, projected: Tensor, view: View, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        q, gate, k, v = split_attention(self, projected, view.cos[: view.count], view.sin[: view.count])
         dtype = projected.dtype
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        keys[prefill.target] = k[prefill.source].to(keys.dtype)
-        values[prefill.target] = v[prefill.source].to(values.dtype)
-        for span in prefill.spans:
+        keys[view.target] = k[view.source].to(keys.dtype)
+        values[view.target] = v[view.source].to(values.dtype)
+        for span in view.spans:
             own = slice(span.first, span.first + span.length)
             if span.gather is None:
                 o = attend(q[own], k[own], v[own], span)
@@ -76,23 +73,12 @@ class Attention:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: PrefillSpan) -> Tensor:
-    """Attention of a span to itself and to all that came before it.
+    """Attention of a span to itself and to what it sees of what came before.
 
-    q [queries, heads, dim], k, v [keys, kv heads, dim]; the last key is the last query's own. A part of the queries
-    at a time where masks would be large.
+    q [queries, heads, dim], k, v [keys, kv heads, dim]; the last key is the last query's own.
     """
-    if span.gather is None:
-        return _scaled_dot(q, k, v, None)
-    step = max(1, _MASK_LIMIT // len(k))
-    if step >= len(q):
-        return _scaled_dot(q, k, v, span.mask)
-    parts = []
-    for first in range(0, len(q), step):
-        queries = q[first : first + step]
-        seen = span.start + first + len(queries)
-        mask = torch.ones((len(queries), seen), dtype=torch.bool, device=q.device).tril(span.start + first)
-        parts.append(_scaled_dot(queries, k[:seen], v[:seen], mask))
-    return torch.cat(parts)
+    parts = [_scaled_dot(q[queries], k[keys], v[keys], mask) for queries, keys, mask in span.parts()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _scaled_dot(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

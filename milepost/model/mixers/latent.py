@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from milepost.model.config import LatentSpec
+from milepost.model.config import ATTENTION, LatentSpec
 from milepost.model.kernels import Kernels, rms_norm, rotate
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.mixers.attention import attend
-from milepost.model.work import DecodeWork, PrefillWork, Work
+from milepost.model.work import DecodeRows, View, Work
 
 Tensor = torch.Tensor
 EPS = 1e-6  # of the norms inside, whatever the config says of the others
@@ -41,20 +41,19 @@ class LatentAttention:
 
     def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
         spec = self.spec
-        keys = memory.keys[self.index]
-        q, row, gate = self._project(x, work)
+        view, keys = work.views[ATTENTION], memory.keys[self.index]
+        q, row, gate = self._project(x, view)
         out = x.new_zeros((len(x), spec.heads, spec.value_dim))
-        begin = 0
-        if work.prefill is not None:
-            begin = work.prefill.count
-            self._prefill(q[:begin], row[:begin], work.prefill, keys, out[:begin])
-        if work.decode is not None:
-            self._step(q[begin:], row[begin:], work.decode, keys, out[begin:])
+        begin = view.count
+        if view.spans:
+            self._prefill(q[:begin], row[:begin], view, keys, out[:begin])
+        if view.decode is not None:
+            self._step(q[begin:], row[begin:], view.decode, keys, out[begin:])
         if spec.gated:
             out = out * gate.float().sigmoid().to(out.dtype)[..., None]
         return self.output(out.flatten(1))
 
-    def _project(self, x: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, heads, nope + rope], rows to keep [rows, rank + rope], gate [rows, heads or 0], in x's dtype."""
         spec = self.spec
         first = spec.q_rank or spec.heads * spec.key_dim
@@ -64,14 +63,14 @@ class LatentAttention:
         q = q.unflatten(-1, (spec.heads, -1))
         latent = rms_norm(latent, self.norm, EPS).to(x.dtype)
         if spec.rotary_dim:
-            turned = rotate(q[..., spec.nope :].float(), work.cos, work.sin).to(x.dtype)
+            turned = rotate(q[..., spec.nope :].float(), view.cos, view.sin).to(x.dtype)
             q = torch.cat((q[..., : spec.nope], turned), -1)
-            key = rotate(key[:, None].float(), work.cos, work.sin)[:, 0].to(x.dtype)
+            key = rotate(key[:, None].float(), view.cos, view.sin)[:, 0].to(x.dtype)
         return q, torch.cat((latent, key), -1), gate
 
-    def _prefill(self, q: Tensor, row: Tensor, prefill: PrefillWork, keys: Tensor, out: Tensor) -> None:
-        keys[prefill.target] = row[prefill.source].to(keys.dtype)
-        for span in prefill.spans:
+    def _prefill(self, q: Tensor, row: Tensor, view: View, keys: Tensor, out: Tensor) -> None:
+        keys[view.target] = row[view.source].to(keys.dtype)
+        for span in view.spans:
             own = slice(span.first, span.first + span.length)
             rows = row[own] if span.gather is None else keys[span.gather].to(q.dtype)
             out[own] = attend(q[own], *self._expanded(rows), span)
@@ -84,13 +83,13 @@ class LatentAttention:
         k, v = both.split((spec.nope, spec.value_dim), -1)
         return torch.cat((k, key[:, None].expand(-1, spec.heads, -1)), -1), v
 
-    def _step(self, q: Tensor, row: Tensor, work: DecodeWork, keys: Tensor, out: Tensor) -> None:
+    def _step(self, q: Tensor, row: Tensor, seen: DecodeRows, keys: Tensor, out: Tensor) -> None:
         """Padding rows take part in the products, whose results may depend on the number of rows (strict mode)."""
-        spec, count = self.spec, work.count
-        keys[work.last_rows(q.device)] = row[:count].to(keys.dtype)
+        spec, count = self.spec, seen.count
+        keys[seen.last_rows(q.device)] = row[:count].to(keys.dtype)
         up, down = self.expand.split((spec.nope, spec.value_dim), 1)
         absorbed = torch.einsum("bhn,hnr->bhr", q[..., : spec.nope], up)
         query = torch.cat((absorbed, q[..., spec.nope :]), -1)[:count].float() * spec.key_dim**-0.5
         mean = absorbed.new_zeros((len(q), spec.heads, spec.rank))
-        mean[:count] = self.kernels.latent_step(spec, query, work, keys)
+        mean[:count] = self.kernels.latent_step(spec, query, seen, keys)
         out.copy_(torch.einsum("bhr,hvr->bhv", mean, down))
