@@ -50,6 +50,7 @@ SIZES = {
     "mamba_d_state": 64,
     "ssm_state_size": 64,
     "mamba_d_ssm": 512,
+    "sliding_window": 128,
 }
 
 
@@ -71,14 +72,15 @@ class Ours:
     def __init__(self, decoder: Decoder, batch: int, length: int) -> None:
         self.decoder = decoder
         rows = batch * (length + STEPS + 1)
-        self.memory = Memory(decoder.config, batch, rows, kv_dtype=decoder.dtype)
+        self.memory = Memory(decoder.config, batch, rows, window_rows=rows, kv_dtype=decoder.dtype)
         self.rows = np.random.default_rng(0).permutation(np.arange(1, rows + 1, dtype=np.int32)).reshape(batch, -1)
         self.at = 0
 
     def run(self, tokens: np.ndarray) -> None:
         """Tokens [batch, n] behind those that were there."""
         start, self.at = self.at, self.at + tokens.shape[1]
-        spans = tuple(Span(start, self.at, rows[: self.at], i + 1) for i, rows in enumerate(self.rows))
+        ids = [rows[: self.at] for rows in self.rows]
+        spans = tuple(Span(start, self.at, rows, i + 1, window=rows) for i, rows in enumerate(ids))
         wanted = (np.arange(len(spans)) + 1) * tokens.shape[1] - 1
         self.decoder.forward(Batch(tokens.flatten(), spans, wanted), self.memory)
 
