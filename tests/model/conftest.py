@@ -10,6 +10,9 @@ import torch
 from milepost.model import load_decoder
 from tests.model.oracle import FAMILIES, make_reference, save
 
+# As in tests/engine: two threads of two processes on two cores spin at each other's barriers.
+torch.set_num_threads(1)
+
 
 @dataclass
 class Golden:
