@@ -65,8 +65,9 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
     if device.type == "cuda" and sizes == (None,) * 4:
         cache = replace(cache, mem_fraction_static=DEFAULT_FRACTION)
     costs = _costs(shape, resolved, serve.mamba_ssm_dtype or shape.state_dtype, dtype_name)
-    widened = dtype_name == "float32" and model.dtype in ("bfloat16", "float16")
-    pools = size(cache, costs, context, lambda fraction: _free(folder, device, widened, fraction))
+    stored = 1 if model.weight_block else DTYPES.get(model.dtype or "", torch.float32).itemsize
+    growth = max(1, DTYPES.get(dtype_name, torch.float32).itemsize / stored)
+    pools = size(cache, costs, context, lambda fraction: _free(folder, device, growth, fraction))
     decoder = load_decoder(folder, device=device, dtype=serve.dtype)
     page = resolved.strategy.page
     memory = Memory(
@@ -141,13 +142,13 @@ def size(cache: cfg.CacheConfig, costs: sizing.Costs, context: int, free: Callab
     return sizing.size(budget, costs, wish)
 
 
-def _free(folder: Path, device: torch.device, widened: bool, fraction: float) -> int:
+def _free(folder: Path, device: torch.device, growth: float, fraction: float) -> int:
     """Bytes for both pools when these and the weights may take `fraction` of the memory that is free now.
 
-    `widened`: the weights take twice what their files do.
+    The weights take `growth` times what their files do.
     """
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return sizing.rest_memory(free_memory(device), weights * (2 if widened else 1), fraction)
+    return sizing.rest_memory(free_memory(device), int(weights * growth), fraction)
 
 
 def free_memory(device: torch.device) -> int:

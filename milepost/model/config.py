@@ -250,6 +250,7 @@ class ModelConfig:
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
     activation: str = SILU
     window: AttentionSpec | None = None  # of the layers whose KV is a sliding window
+    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale, where weights are float8
 
     def layers_with(self, kind: str) -> tuple[int, ...]:
         """Indexes of the layers that work on a kind of memory."""

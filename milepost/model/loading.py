@@ -32,9 +32,9 @@ def load_decoder(
     folder = Path(folder)
     config = load_model_config(folder)
     family = FAMILIES[config.model_type]
-    weights = FileWeights(folder, lambda name: family.canonical(name, len(config.layers)))
+    weights = FileWeights(folder, lambda name: family.canonical(name, len(config.layers)), config.weight_block)
     allowed = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
-    check(weights.shapes, expected_tensors(config, weights.shapes), allowed)
+    check(weights.shapes, expected_tensors(config, weights.shapes) | weights.scales, allowed)
     return _decoder(config, weights, device, dtype, kernels)
 
 

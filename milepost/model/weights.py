@@ -61,13 +61,25 @@ class Expected:
         self.wanted: dict[str, Shape] = {}
 
 
-class FileWeights:
-    """The tensors of a model folder: `model.safetensors`, or shards named by `model.safetensors.index.json`."""
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_FLOAT8 = "F8_E4M3"
+_SCALES = "_scale_inv"  # behind the name of a float8 tensor: the one with its scales
 
-    def __init__(self, folder: Path, canonical: Callable[[str], str | None]) -> None:
+
+class FileWeights:
+    """The tensors of a model folder: `model.safetensors`, or shards named by `model.safetensors.index.json`.
+
+    Float8 tensors are widened one by one as they are read, each `block` of them (rows, columns) by a scale of its own.
+    `scales`: names and shapes of the tensors that hold these.
+    """
+
+    def __init__(self, folder: Path, canonical: Callable[[str], str | None], block: Shape | None = None) -> None:
         self._where: dict[str, tuple[str, str]] = {}  # canonical name -> file, name in the file
         self.shapes: dict[str, Shape] = {}
+        self.scales: dict[str, Shape] = {}
         self._files = {}
+        self._block = block
+        odd = []
         for path in _weight_files(folder):
             try:
                 file = safe_open(path, framework="pt")
@@ -75,14 +87,45 @@ class FileWeights:
                 raise WeightsError(f"{path} can't be read: {error}") from error
             self._files[path.name] = file
             for name in file.keys():  # noqa: SIM118 - not a dict
-                known = canonical(name)
-                if known is not None:
-                    self._where[known] = path.name, name
-                    self.shapes[known] = tuple(file.get_slice(name).get_shape())
+                plain = name.removesuffix(_SCALES)
+                known = canonical(plain)
+                if known is None:
+                    continue
+                known += name[len(plain) :]
+                tensor = file.get_slice(name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                self._where[known] = path.name, name
+                self.shapes[known] = shape
+                if dtype == _FLOAT8 and block is not None and len(shape) > 1:
+                    blocks = (-(-size // of) for size, of in zip(shape[-2:], block, strict=True))
+                    self.scales[known + _SCALES] = *shape[:-2], *blocks
+                elif dtype not in _FLOATS and name == plain:
+                    odd.append(f"{known} is {dtype}" + " without a weight_block_size" * (dtype == _FLOAT8))
+        if odd:
+            raise WeightsError(f"tensors {_list('of a dtype that is not supported', odd)}")
 
     def read(self, name: str) -> Tensor:
+        tensor = self._stored(name)
+        if name + _SCALES not in self.scales:
+            return tensor
+        assert self._block is not None
+        return widened(tensor, self._stored(name + _SCALES), self._block)
+
+    def _stored(self, name: str) -> Tensor:
         file, name_there = self._where[name]
         return self._files[file].get_tensor(name_there)
+
+
+def widened(tensor: Tensor, scales: Tensor, block: Shape) -> Tensor:
+    """Float8 [..., rows, columns] as float32, each block times its scale [..., blocks of rows, blocks of columns].
+
+    The last blocks may be cut short.
+    """
+    wide = tensor.float()
+    across = scales.float().repeat_interleave(block[1], -1)[..., : wide.shape[-1]]
+    for rows, scale in zip(wide.split(block[0], -2), across.split(1, -2), strict=True):
+        rows *= scale
+    return wide
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -11,6 +11,8 @@ from milepost.model import load_decoder, load_model_config, random_decoder
 from tests.model.oracle import Driver, random_tokens
 from tests.model.test_memory import QWEN_2B
 
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -30,7 +32,13 @@ from tests.model.test_memory import QWEN_2B
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, ["rope_parameters", "yarn", "default"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "linear", "default"]),
         ({"partial_rotary_factor": 0.005}, ["partial_rotary_factor", "0.005"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config.quant_method", "'awq'", "'fp8'"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config.quant_method", "(missing)"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config.weight_block_size", "(missing)"]),
+        ({"quantization_config": {**FLOAT8, "weight_block_size": [128]}}, ["weight_block_size", "[128]"]),
+        ({"quantization_config": {**FLOAT8, "activation_scheme": "static"}}, ["activation_scheme", "'dynamic'"]),
+        ({"quantization_config": {**FLOAT8, "expert_dtype": "fp4"}}, ["quantization_config.expert_dtype", "'fp4'"]),
+        ({"quantization_config": {**FLOAT8, "odd": 3}}, ["quantization_config.odd", "3"]),
         ({"rms_norm_eps": -1}, ["rms_norm_eps", "-1"]),
     ],
 )

@@ -5,6 +5,7 @@ A family is one `Family` in a module of its own; `FAMILIES` is the only list of 
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from milepost.errors import ModelConfigError
 from milepost.model.config import ModelConfig
 from milepost.model.families import falcon, granite, kimi, lara, lfm, minimax, nemotron, olmo, qwen
 from milepost.model.families.family import Family
-from milepost.model.families.fields import Fields
+from milepost.model.families.fields import Fields, weight_block
 
 FAMILIES: Mapping[str, Family] = {
     **qwen.FAMILIES,
@@ -47,11 +48,11 @@ def load_model_config(source: Path | Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES.get(str(fields.get("model_type")))
     if family is None:
         raise fields.refuse("model_type", ", ".join(sorted(FAMILIES)))
-    fields.only("quantization_config", None)
+    block = weight_block(fields)
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    return family.read(fields)
+    return replace(family.read(fields), weight_block=block)
 
 
 def _read(path: Path) -> dict[str, Any]:

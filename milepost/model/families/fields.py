@@ -146,6 +146,25 @@ def plain_attention(fields: Fields, rotary: tuple[int, float] = (0, 1.0), **more
     return AttentionSpec(*heads(fields), *rotary, gated=False, **{"normed": False, **more})
 
 
+def weight_block(fields: Fields) -> tuple[int, int] | None:
+    """(rows, columns) of float8 weights that share a scale, DeepSeek's way; None where nothing is quantised."""
+    if not fields.get("quantization_config"):
+        return None
+    said = fields.inner("quantization_config")
+    block = said.get("weight_block_size")
+    if said.get("quant_method") != "fp8":
+        raise said.refuse("quant_method", "'fp8' with a weight_block_size")
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise said.refuse("weight_block_size", "two whole numbers of at least 1")
+    said.only("activation_scheme", "dynamic")  # otherwise there are scales of activations, too
+    said.only("fmt", "e4m3")
+    said.only("scale_fmt", "float", "ue8m0")
+    said.only("expert_dtype", "fp8")
+    said.ignore("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")  # files tell by dtype
+    said.check_all_asked()
+    return block[0], block[1]
+
+
 def whole_model(fields: Fields, layers: list[LayerSpec], **parts: Any) -> ModelConfig:
     """The config from what a family read of its own and what all have alike; no field may be left over."""
     mlps = {layer.mlp for layer in layers}
