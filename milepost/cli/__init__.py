@@ -9,6 +9,7 @@ from milepost.errors import MilepostError
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, as OpenAI does.",
+    "models": "List the model families that can be served, or say what one model keeps.",
     "size": "Size both pools of a hybrid model before a boot.",
     "plan": "Search memory split, strategy, level and cap for a trace, and say why.",
     "replay": "Replay a request trace and say how much of its prompts is reused.",

@@ -26,6 +26,7 @@ GLM_LAYOUT = (
     "KV bytes depend on the attention back end: 545 a layer with a pooled index, 660 with --kv-layout scaled "
     "--index-pool 1 (inferred from a log)"
 )
+BY_DEFAULTS = "the shape is that of the defaults of transformers' config class"
 STREAMS = "no boot log has confirmed the bytes of the convolution streams"
 NO_QSA = "index keys and per-layer-embedding states are not counted: their sizes were not collected"
 
@@ -61,6 +62,20 @@ def _nemotron(name: str, layers: tuple[int, int, int], heads: int, params: float
     )
 
 
+def _lfm(name: str, full: tuple[int, ...], layers: int, params: float) -> Model:
+    return Model(
+        name,
+        tuple(Part.KV if i in full else Part.STATE for i in range(layers)),
+        geo.short_conv(2048, 3),
+        Grouped(8, 64),
+        chunk=1,
+        context=128000,
+        params=params,
+        defaults=NO_EXTRA_BUFFER,
+        notes=("which layers are attention is unverified",),
+    )
+
+
 def _table() -> dict[str, Model]:
     """All models of docs/sizing.md, by their short names."""
     models = [
@@ -92,6 +107,26 @@ def _table() -> dict[str, Model]:
             notes=("the width of a Mamba-2 head (64) is inferred",),
         ),
         Model("falcon-h1-7b", (BOTH,) * 44, geo.mamba2(24, 128, 256, 1), Grouped(2, 128), chunk=GRID_256, params=7e9),
+        Model(
+            "bamba-9b",
+            tuple(Part.KV if i in (9, 18, 27) else Part.STATE for i in range(32)),
+            geo.mamba2(128, 64, 256, 1),
+            Grouped(8, 128),
+            chunk=GRID_256,
+            params=9e9,
+            notes=(f"which layers are attention is unverified; {BY_DEFAULTS}",),
+        ),
+        Model(
+            "olmo-hybrid-7b",
+            _every(32, 4),
+            geo.gated_delta(30, 30, 96, 192),
+            Grouped(30, 128),
+            context=65536,
+            params=7e9,
+            notes=(BY_DEFAULTS,),
+        ),
+        _lfm("lfm2-1.2b", (2, 5, 8, 10, 12, 14), 16, 1.2e9),
+        _lfm("lfm2-8b-a1b", (2, 6, 10, 14, 18, 21), 24, 8.3e9),
         *_lightnings(),
         Model(
             "jamba-1.5-mini",
@@ -139,6 +174,7 @@ def _kdas() -> list[Model]:
             defaults=GLM_FLASH,
             notes=(GLM_LAYOUT,),
         ),
+        Model("ling-3.0-flash", _every(42, 6), geo.kda(32), Latent(512, 64), context=262144, notes=(BY_DEFAULTS,)),
     ]
 
 

@@ -20,6 +20,7 @@ PLAN += " --prefill-tps 9000 --decode-ms 9 --report plan.html"
     ("package", "args", "said"),
     [
         ("torch", ["serve"], "serve needs the package torch; pip install 'milepost[serve]'"),
+        ("torch", ["models"], "models needs the package torch; pip install 'milepost[serve]'"),
         ("plotly", PLAN.split(), "--report needs the package plotly; pip install 'milepost[plan]'"),
     ],
 )

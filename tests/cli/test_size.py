@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from milepost.cli import cli
 from milepost.cli.size import size
 from milepost.core.sizing import GIB
 from milepost.errors import ConfigError
@@ -396,7 +397,7 @@ def test_every_figure_of_the_page_is_printed(lines, tmp_path, monkeypatch):
         if name:
             (tmp_path / name).write_text(block)
     command, *shown = lines
-    assert command.startswith("$ milepost size ")
-    printed = {" ".join(line.split()) for line in run(command.removeprefix("$ milepost size ")).splitlines()}
+    result = CliRunner().invoke(cli, command.removeprefix("$ milepost ").split(), catch_exceptions=False)
+    printed = {" ".join(line.split()) for line in result.output.splitlines()}
     missing = [line for line in shown if " ".join(line.split()) not in printed]
     assert not missing, sorted(printed)

@@ -325,7 +325,7 @@ def test_a_model_without_states():
 
 # --- laws -----------------------------------------------------------------------------------------------------
 
-NAMES = sorted(name for name in models.TABLE if name != "inkling")
+NAMES = sorted({*models.TABLE} - {"inkling", "olmo-hybrid-7b"})  # 30 heads are not divided by 4
 any_costs = st.builds(
     lambda name, tp, reserved, page, kv: costs(name, tp, reserved, kv=kv, page=page),
     st.sampled_from(NAMES),

@@ -15,6 +15,9 @@ from milepost.model.families import falcon, granite, kimi, lara, lfm, minimax, n
 from milepost.model.families.family import Family
 from milepost.model.families.fields import Fields, weight_block
 
+EVERYWHERE = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
+"""Fields, and the values of them that are supported in any family."""
+
 FAMILIES: Mapping[str, Family] = {
     **qwen.FAMILIES,
     **kimi.FAMILIES,
@@ -49,9 +52,8 @@ def load_model_config(source: Path | Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise fields.refuse("model_type", ", ".join(sorted(FAMILIES)))
     block = weight_block(fields)
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias", False)
-    fields.only("mlp_bias", False)
+    for name, values in {**EVERYWHERE, **family.only}.items():
+        fields.only(name, *values)
     return replace(family.read(fields), weight_block=block)
 
 

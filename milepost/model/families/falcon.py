@@ -11,9 +11,9 @@ from milepost.model.config import (
     LayerSpec,
     ModelConfig,
 )
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import Fields, plain_attention, rope, whole_model
-from milepost.model.families.mamba2 import mamba2, scan_spec
+from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 
 
 def _read_bamba(fields: Fields) -> ModelConfig:
@@ -29,7 +29,6 @@ def _read_bamba(fields: Fields) -> ModelConfig:
 
 
 def _read_falcon(fields: Fields) -> ModelConfig:
-    fields.only("mamba_use_mlp", True)
     fields.ignore("mlp_expansion_factor")
     normed, first = fields.flag("mamba_rms_norm", False), fields.flag("mamba_norm_before_gate", True)
     inward, outward = fields.number("ssm_in_multiplier", 1.0), fields.number("ssm_out_multiplier", 1.0)
@@ -59,6 +58,20 @@ def _read_falcon(fields: Fields) -> ModelConfig:
 _FEED_FORWARD = (("feed_forward", "mlp"), ("pre_ff_layernorm", "post_attention_layernorm"), ("final_layernorm", "norm"))
 
 FAMILIES = {
-    "bamba": Family(_read_bamba, mamba2, names=Names(linear="mamba"), renames=_FEED_FORWARD),
-    "falcon_h1": Family(_read_falcon, mamba2, names=Names(linear="mamba"), renames=_FEED_FORWARD),
+    "bamba": Family(
+        _read_bamba,
+        mamba2,
+        names=Names(linear="mamba"),
+        renames=_FEED_FORWARD,
+        only=ONLY,
+        about=About("Mamba-2", "GQA", "dense", ("bamba-9b",)),
+    ),
+    "falcon_h1": Family(
+        _read_falcon,
+        mamba2,
+        names=Names(linear="mamba"),
+        renames=_FEED_FORWARD,
+        only={**ONLY, "mamba_use_mlp": (True,)},
+        about=About("Mamba-2", "GQA, side by side", "dense", ("falcon-h1-7b",)),
+    ),
 }

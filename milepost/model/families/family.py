@@ -1,7 +1,8 @@
 """What the loader has to know about a model family."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from milepost.model import parts
 from milepost.model.config import ModelConfig
@@ -35,12 +36,29 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
+class About:
+    """What people are told of a family (`milepost models`); tests hold it against the family's configs.
+
+    published: models of core/models.py whose bytes stand for it. needs: what no list of supported values says.
+    """
+
+    linear: str
+    attention: str
+    mlp: str
+    published: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """renames: (dotted part of a file's name, what it is called here), applied in order.
 
+    only: the values of a config field that are supported; the first is also what a missing field means.
     offset: what norm weights are stored without. ignored: endings of tensors that follow from the config.
     """
 
+    about: About = field(kw_only=True)
+    only: Mapping[str, tuple[Any, ...]] = field(kw_only=True, default_factory=dict)
     read: Callable[[Fields], ModelConfig]
     linear: Part
     attention: Part = parts.attention

@@ -3,9 +3,9 @@
 import torch
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, SILU, LayerSpec, ModelConfig, MoeSpec
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
-from milepost.model.families.mamba2 import mamba2, scan_spec
+from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 from milepost.model.mlp import Dense, Moe
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader
@@ -15,8 +15,6 @@ def _read_granite(fields: Fields) -> ModelConfig:
     listed = ["linear_attention"] * fields.size("num_hidden_layers")
     mixers = layer_kinds(fields, listed, {**KINDS, "mamba": LINEAR, "attention": ATTENTION})
     experts, branch = fields.size("num_local_experts", 8, least=0), fields.number("residual_multiplier", 1.0)
-    fields.only("position_embedding_type", None, "rope", "nope")
-    fields.only("normalization_function", "rmsnorm")
     fields.ignore("init_method")
     dim = plain_attention(fields).head_dim
     rotary = rope(fields, dim) if fields.get("position_embedding_type") == "rope" else (0, 1.0)
@@ -69,6 +67,12 @@ def _granite_moe(maker: Maker, read: Reader, layer: int) -> Moe:
 
 FAMILIES = {
     "granitemoehybrid": Family(
-        _read_granite, mamba2, dense=_granite_shared, moe=_granite_moe, names=Names(linear="mamba", mlp="")
+        _read_granite,
+        mamba2,
+        dense=_granite_shared,
+        moe=_granite_moe,
+        names=Names(linear="mamba", mlp=""),
+        only={**ONLY, "position_embedding_type": (None, "rope", "nope"), "normalization_function": ("rmsnorm",)},
+        about=About("Mamba-2", "GQA", "dense, with or without experts", ("granite-4.0-h-small",)),
     ),
 }

@@ -4,7 +4,7 @@ import torch
 
 from milepost.model.config import DENSE, MOE, SIGMOID, GatedDeltaSpec, LayerSpec, ModelConfig
 from milepost.model.families.deepseek import latent_attention, latent_spec, sigmoid_moe
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import KINDS, Fields, layer_kinds, whole_model
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker
@@ -74,9 +74,6 @@ def _read_kimi(fields: Fields) -> ModelConfig:
     dim = said.size("head_dim", fields.get("linear_head_dim"))
     kernel = said.size("short_conv_kernel_size", fields.get("linear_conv_kernel_dim", 4), least=2)
     said.check_all_asked()
-    fields.only("mla_use_nope", True)
-    fields.only("moe_router_activation_func", "sigmoid")
-    fields.only("use_grouped_topk", True)
     fields.ignore("rope_theta", "rope_scaling")  # no layer has rotary positions
     return whole_model(
         fields,
@@ -123,8 +120,17 @@ _BAILING = (
     ("shared_experts", "shared_expert"),
 )
 _NAMES = Names(linear="self_attn")
+_KIMI_ONLY = {"mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,)}
+_MLP = "dense, then experts"
+_OF_KDA = ("short_conv_kernel_size of at least 2: Ling 2.5, which has Lightning layers, is refused",)
+_ABOUT_KIMI = About("KDA", "MLA, no positions", _MLP, ("kimi-linear-48b",))
+_ABOUT_BAILING = About("KDA", "MLA, gated", _MLP, ("ling-3.0-flash",), _OF_KDA)
 
 FAMILIES = {
-    "kimi_linear": Family(_read_kimi, _kda, latent_attention, names=_NAMES, renames=_RENAMES),
-    "bailing_hybrid": Family(_read_bailing, _kda, latent_attention, names=_NAMES, renames=_BAILING),
+    "kimi_linear": Family(
+        _read_kimi, _kda, latent_attention, names=_NAMES, renames=_RENAMES, only=_KIMI_ONLY, about=_ABOUT_KIMI
+    ),
+    "bailing_hybrid": Family(
+        _read_bailing, _kda, latent_attention, names=_NAMES, renames=_BAILING, about=_ABOUT_BAILING
+    ),
 }

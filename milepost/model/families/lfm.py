@@ -1,7 +1,7 @@
 """LFM2: gated short convolutions with attention, dense or with experts."""
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, SIGMOID, LayerSpec, ModelConfig, MoeSpec, ShortConvSpec
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import Fields, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.mixers import ShortConv
 from milepost.model.parts import Maker
@@ -44,9 +44,6 @@ def _moe(fields: Fields) -> MoeSpec:
 
 
 def _read(fields: Fields) -> ModelConfig:
-    fields.only("conv_bias", False)
-    fields.only("block_use_swiglu", True)
-    fields.only("use_pos_enc", True)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         fields.only(name, fields.size("hidden_size"))
     fields.only("num_heads", fields.size("num_attention_heads"))
@@ -84,4 +81,8 @@ _RENAMES = (
     ("k_layernorm", "k_norm"),
 )
 
-FAMILIES = dict.fromkeys(("lfm2", "lfm2_moe"), Family(_read, short_conv, names=Names(linear="conv"), renames=_RENAMES))
+_ONLY = {"conv_bias": (False,), "block_use_swiglu": (True,), "use_pos_enc": (True,)}
+_ABOUT = About("short convolution", "GQA", "dense, or dense, then experts", ("lfm2-1.2b", "lfm2-8b-a1b"))
+_LFM = Family(_read, short_conv, names=Names(linear="conv"), renames=_RENAMES, only=_ONLY, about=_ABOUT)
+
+FAMILIES = dict.fromkeys(("lfm2", "lfm2_moe"), _LFM)

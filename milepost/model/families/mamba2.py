@@ -10,6 +10,11 @@ from milepost.model.mixers import Scan
 from milepost.model.parts import Maker, scaled
 from milepost.model.weights import Reader
 
+ONLY = {
+    **dict.fromkeys(("mamba_proj_bias", "use_bias", "projectors_bias"), (False,)),
+    "mamba_hidden_act": ("silu",),
+}
+
 
 def mamba2(maker: Maker, read: Reader, index: int) -> Scan:
     """The files have in_proj [z | v | k | q | step] and a convolution over [v | k | q], in Mamba's words x, B, C."""
@@ -55,9 +60,6 @@ def scan_spec(fields: Fields, **more: Any) -> ScanSpec:
     kernel = fields.size(fields.first("mamba_d_conv", "conv_kernel"), 4, least=2)
     if heads % groups:
         raise fields.refuse(fields.first("mamba_n_groups", "n_groups"), f"a divisor of the {heads} heads")
-    for name in ("mamba_proj_bias", "use_bias", "projectors_bias"):
-        fields.only(name, False)
-    fields.only("mamba_hidden_act", "silu")
     fields.ignore("time_step_min")  # how biases were drawn; only Nemotron-H means more by it
     fields.get("mamba_conv_bias"), fields.get("use_conv_bias")  # the bias is in the file or not
     limit = fields.get("time_step_limit", [0.0, float("inf")])

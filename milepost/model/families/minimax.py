@@ -3,7 +3,7 @@
 import torch
 
 from milepost.model.config import ATTENTION, LINEAR, MOE, NORM_FIRST, SIGMOID, LayerSpec, ModelConfig, MoeSpec, ScanSpec
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.mixers import Scan
 from milepost.model.parts import Maker
@@ -73,6 +73,10 @@ def _read(fields: Fields) -> ModelConfig:
 _RENAMES = (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
 _DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
+_ABOUT = About("Lightning", "GQA", "experts", ("minimax-text-01",), ("rotary_dim, if said, equal to head_dim",))
+
 FAMILIES = {
-    "minimax": Family(_read, lightning, names=Names(linear="self_attn"), renames=_RENAMES, ignored=_DERIVED),
+    "minimax": Family(
+        _read, lightning, names=Names(linear="self_attn"), renames=_RENAMES, ignored=_DERIVED, about=_ABOUT
+    ),
 }

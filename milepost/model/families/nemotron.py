@@ -2,9 +2,9 @@
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, NONE, RELU2, LayerSpec, ModelConfig
 from milepost.model.families.deepseek import sigmoid_moe
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import Fields, plain_attention, whole_model
-from milepost.model.families.mamba2 import mamba2, scan_spec
+from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 
 _NEMOTRON = {"linear_attention": LINEAR, "mamba": LINEAR, "full_attention": ATTENTION, "attention": ATTENTION}
 _EXPERT_FIELDS = (
@@ -21,7 +21,6 @@ def _read_nemotron(fields: Fields) -> ModelConfig:
     known |= {"mlp": LayerSpec(NONE, DENSE), "moe": LayerSpec(NONE, MOE)}
     if not kinds or not set(kinds) <= set(known):
         raise fields.refuse("layers_block_type", f"a list of {', '.join(known)}")
-    fields.only("mlp_hidden_act", "relu2")
     fields.only("attention_head_dim", fields.get("head_dim"))
     moe = None
     fields.ignore("num_hidden_layers", "expand", "mamba_expand")  # said by the list, and by heads times their width
@@ -46,4 +45,17 @@ _NEMOTRON_RENAMES = (("embeddings", "embed_tokens"), ("norm_f", "norm"), ("share
 _MIXER = Names(mixer_norm="norm", mlp_norm="norm", linear="mixer", attention="mixer", mlp="mixer")
 
 
-FAMILIES = {"nemotron_h": Family(_read_nemotron, mamba2, names=_MIXER, renames=_NEMOTRON_RENAMES)}
+_NEMOTRON_ONLY = {**ONLY, "mlp_hidden_act": ("relu2",)}
+_ABOUT = About(
+    "Mamba-2",
+    "GQA, no positions",
+    "dense or experts, relu2",
+    ("nemotron-3-nano",),
+    ("one shared expert, if any experts",),
+)
+
+FAMILIES = {
+    "nemotron_h": Family(
+        _read_nemotron, mamba2, names=_MIXER, renames=_NEMOTRON_RENAMES, only=_NEMOTRON_ONLY, about=_ABOUT
+    )
+}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from milepost.model.config import ATTENTION, DENSE, LayerSpec, ModelConfig
-from milepost.model.families.family import Family, Names
+from milepost.model.families.family import About, Family, Names
 from milepost.model.families.fields import Fields, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.qwen import delta_spec, gated_delta
 from milepost.model.mixers import GatedDelta
@@ -44,4 +44,8 @@ def _read(fields: Fields) -> ModelConfig:
 
 _RENAMES = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 
-FAMILIES = {"olmo_hybrid": Family(_read, _separate, names=Names(), renames=_RENAMES)}
+_ABOUT = About(
+    "Gated DeltaNet", "GQA", "dense", ("olmo-hybrid-7b",), ("heads and widths of the linear layers said in the config",)
+)
+
+FAMILIES = {"olmo_hybrid": Family(_read, _separate, names=Names(), renames=_RENAMES, about=_ABOUT)}

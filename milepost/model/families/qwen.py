@@ -3,7 +3,7 @@
 import torch
 
 from milepost.model.config import DENSE, MOE, AttentionSpec, GatedDeltaSpec, LayerSpec, ModelConfig, MoeSpec
-from milepost.model.families.family import Family
+from milepost.model.families.family import About, Family
 from milepost.model.families.fields import Fields, heads, layer_kinds, rope, whole_model
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker, Tensor
@@ -95,7 +95,6 @@ def _mlps(fields: Fields, layers: int) -> list[str]:
 
 
 def _read(fields: Fields) -> ModelConfig:
-    fields.only("attn_output_gate", True)
     count, interval = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
     period = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     mixers = layer_kinds(fields, period)
@@ -110,9 +109,12 @@ def _read(fields: Fields) -> ModelConfig:
     )
 
 
-_SEPARATE = Family(_read, separate, offset=1.0)
+_ONLY = {"attn_output_gate": (True,)}
+_DENSE_OR_MOE = About("Gated DeltaNet", "GQA, gated", "dense or experts", ("qwen3.5-9b", "qwen3.5-35b"))
+_NEXT = About("Gated DeltaNet", "GQA, gated", "experts, some dense", ("qwen3-next-80b",))
+_SEPARATE = Family(_read, separate, offset=1.0, only=_ONLY, about=_DENSE_OR_MOE)
 
 FAMILIES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _SEPARATE),
-    "qwen3_next": Family(_read, _per_key_head, offset=1.0),
+    "qwen3_next": Family(_read, _per_key_head, offset=1.0, only=_ONLY, about=_NEXT),
 }
