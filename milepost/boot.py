@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +75,26 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
         model,
         pools.slots,
         pools.rows + page - 1,
+        window_rows=pools.windows.rows,
         kv_dtype=decoder.dtype,
         state_dtype=state_dtype,
         device=device,
     )
-    predicted = costs.footprint.slot, costs.footprint.row
-    assert (memory.slot_bytes, memory.row_bytes) == predicted, (
-        f"{memory.slot_bytes}, {memory.row_bytes}: not {predicted}"
-    )
+    predicted = costs.footprint.slot, costs.footprint.row, costs.footprint.window_row
+    allocated = memory.slot_bytes, memory.row_bytes, memory.window_row_bytes
+    assert allocated == predicted, f"{allocated}: not {predicted}"
     decoder.warm_up(memory)
     limits = Limits(pools.by_rows, cache.chunked_prefill_size, context)
-    scheduler = Scheduler(pools.rows, pools.slots, limits, resolved.strategy, resolved.policy)
+    scheduler = Scheduler(pools.rows, pools.slots, limits, resolved.strategy, resolved.policy, pools.windows)
     lines = [*resolved.notes, *pools.notes, *sizing.boot_lines(costs, pools, whole_kv=True)]
     headroom = sizing.headroom_line(pools, resolved.strategy.reserved, cfg.held_slots(resolved))
     lines += [headroom] if headroom else []
     lines += _grid_lines(resolved.strategy.grid, context)
+    lines += _window_lines(scheduler, cache.chunked_prefill_size)
     lines.append(f"max_total_num_tokens={pools.rows}, max_running_requests={pools.limit}, context_len={context}")
     name = serve.served_model_name or (folder.resolve().name if serve.model_path else "milepost-demo")
     info = _info(serve, cache, resolved, {"slot_bytes": memory.slot_bytes, "row_bytes": memory.row_bytes})
+    info |= {"window_row_bytes": memory.window_row_bytes, "window_rows": pools.windows.rows}
     info |= {"model_type": model.model_type, "context_length": context, "dtype": str(decoder.dtype)}
     info |= {"max_mamba_cache_size": pools.slots, "max_total_tokens": pools.rows, "max_running_requests": pools.limit}
     executor = TorchExecutor(decoder, memory, strict=cache.strict_reuse)
@@ -107,10 +110,20 @@ def _grid_lines(grid: int, context: int) -> list[str]:
     return [f"minimum length that can be reused: {grid} tokens, the checkpoint grid"]
 
 
+def _window_lines(scheduler: Scheduler, chunk: int) -> list[str]:
+    """What a window pool that is small makes of prefills."""
+    fits = scheduler.limits.chunk
+    if fits == chunk:
+        return []
+    line = f"prefill chunks are cut from {chunk} to {fits} tokens: the window pool has {scheduler.windows.rows} rows"
+    return [line + ", and leave no checkpoint" * (fits < scheduler.strategy.grid)]
+
+
 def _costs(shape: Model, resolved: cfg.Resolved, state_dtype: str, dtype: str) -> sizing.Costs:
     """Bytes as milepost.model allocates them: windows and KV in the dtype of the weights."""
     footprint = measure(shape, Layout(), Formats(state_dtype, dtype, dtype))
-    return sizing.Costs(footprint, resolved.strategy.reserved, resolved.strategy.page)
+    strategy = resolved.strategy
+    return sizing.Costs(footprint, strategy.reserved, strategy.page, windows=strategy.windows)
 
 
 def size(cache: cfg.CacheConfig, costs: sizing.Costs, context: int, free: Callable[[float], int]) -> sizing.Pools:
@@ -138,7 +151,8 @@ def size(cache: cfg.CacheConfig, costs: sizing.Costs, context: int, free: Callab
     if wish.tokens is not None:
         pools = sizing.size(budget, costs, replace(wish, tokens=None))
         wish = replace(wish, slots=pools.slots)
-        budget = max(budget, costs.states(pools.slots) + wish.tokens * costs.row)
+        token = costs.row + wish.window_ratio * costs.footprint.window_row
+        budget = max(budget, costs.states(pools.slots) + ceil(wish.tokens * token))
     return sizing.size(budget, costs, wish)
 
 

@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "admission forgets the windows of those who run",
         "core/scheduler.py",
-        "        return running + whole(sequence)",
-        "        return whole(sequence)",
+        "for s in (*self._running.values(), sequence)]",
+        "for s in (sequence,)]",
     ),
     Mutant(
         "split moves the checkpoint up",

@@ -59,14 +59,6 @@ class Snapshot(NamedTuple):
     window: Rows = NO_ROWS
 
 
-class Room(NamedTuple):
-    """What could be had of each pool: what is free and what would be evicted."""
-
-    rows: int
-    slots: int
-    windows: int
-
-
 class Lease:
     """A running sequence's receipt: KV is pinned from the root to `node`, and the state of `state` if not None."""
 
@@ -134,8 +126,8 @@ class PrefixCache:
             return live, live < length(key) and (bool(deepest.children) or (went_on and live == seen))
         return seen, went_on
 
-    def room(self, match: Match) -> Room:
-        """What could be had once `match` is acquired.
+    def room(self, match: Match) -> tuple[int, int]:
+        """Rows and slots that could be had once `match` is acquired: what is free and what would be evicted.
 
         The matched checkpoint itself counts as a slot where it may be taken over.
         """
@@ -144,11 +136,7 @@ class PrefixCache:
             own += length(node.edge) if node.kv.pins == 0 else 0
             node = node.parent
         pinned_now = int(match.resume > 0 and match.node.state.pins == 0 and self.strategy.whole_leaf)
-        return Room(
-            self.rows.free + self.victims.rows - own,
-            self.slots.free + self.victims.states - pinned_now,
-            self.windows.room - self.windows.spare(match.node.window),
-        )
+        return self.rows.free + self.victims.rows - own, self.slots.free + self.victims.states - pinned_now
 
     def path_rows(self, node: Node) -> Rows:
         """The rows of all positions up to the end of `node`."""

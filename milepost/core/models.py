@@ -28,6 +28,7 @@ GLM_LAYOUT = (
 )
 BY_DEFAULTS = "the shape is that of the defaults of transformers' config class"
 STREAMS = "no boot log has confirmed the bytes of the convolution streams"
+_LARA = (Part.STATE, Part.WINDOW, Part.STATE, Part.KV, Part.WINDOW)
 NO_QSA = "index keys and per-layer-embedding states are not counted: their sizes were not collected"
 
 
@@ -123,6 +124,16 @@ def _table() -> dict[str, Model]:
             Grouped(30, 128),
             context=65536,
             params=7e9,
+            notes=(BY_DEFAULTS,),
+        ),
+        Model(
+            "lara-4-mini",
+            tuple(_LARA[i % 5] for i in range(34)),
+            geo.gated_delta(8, 16),
+            Grouped(4, 128),
+            window=Grouped(4, 128),
+            window_size=512,
+            context=131072,
             notes=(BY_DEFAULTS,),
         ),
         _lfm("lfm2-1.2b", (2, 5, 8, 10, 12, 14), 16, 1.2e9),
@@ -309,11 +320,10 @@ def _read_olmo(fields: _Fields) -> Model:
 
 
 def _read_lara(fields: _Fields) -> Model:
-    period = (Part.STATE, Part.WINDOW, Part.STATE, Part.KV, Part.WINDOW)
     attention = Grouped(*fields.heads())
     return Model(
         "",
-        fields.kinds(lambda i, _count: period[i % 5], sliding_attention=Part.WINDOW),
+        fields.kinds(lambda i, _count: _LARA[i % 5], sliding_attention=Part.WINDOW),
         _read_delta(fields),
         attention,
         window=attention,

@@ -235,7 +235,7 @@ class Scheduler:
         while self._waiting:
             sequence = self._waiting[0]
             match = self.cache.match(sequence.key(sequence.known - 1), sequence.request.namespace)
-            self._waiting_for = self._obstacle(sequence, match, budget)
+            self._waiting_for = self._obstacle(sequence, match)
             if self._waiting_for or budget <= 0:
                 return
             self._waiting.popleft()
@@ -252,7 +252,7 @@ class Scheduler:
                 chunks.append(self._chunk(sequence, stop))
                 budget -= stop - match.resume
 
-    def _obstacle(self, sequence: Sequence, match: Match, budget: int) -> str:
+    def _obstacle(self, sequence: Sequence, match: Match) -> str:
         """What keeps the head of the queue from starting; empty if nothing does.
 
         A fresh sequence needs room for its prompt besides what running prefills still have to take. One that
@@ -260,24 +260,25 @@ class Scheduler:
         """
         if len(self._running) >= self.running_limit:
             return "state pool" if self.state_limit <= self.limits.max_running else "running limit"
-        rows, slots, windows = self.cache.room(match)
+        rows, slots = self.cache.room(match)
         if slots < 1 + self.strategy.tracking:
             return "state pool"
-        if self.cache.windows.reach and windows < self._window_rows(sequence, match, budget):
+        if self.windows.rows < self._window_rows(sequence):
             return "window pool"
         promised = sum(max(0, self._pages(s.target) - s.held) for s in self._running.values())
         whole = sequence.prompt + sequence.max_new - 1 if sequence.preempted else sequence.known
         return "kv pool" if rows - promised < self._pages(whole) - match.resume else ""
 
-    def _window_rows(self, sequence: Sequence, match: Match, budget: int) -> int:
-        """Window rows with which `sequence` and all that run could go on to their ends: windows, decodes, a chunk."""
-        reach, count = self.cache.windows.reach, self.strategy.windows
+    def _window_rows(self, sequence: Sequence) -> int:
+        """Window rows with which all that run, and `sequence`, can go on to their ends: windows, decodes, a chunk.
 
-        def whole(one: Sequence) -> int:
-            return count * min(reach, one.prompt + one.max_new)
-
-        running = sum(max(0, whole(s) + 1 - (s.window.high - s.window.low)) for s in self._running.values())
-        return running + whole(sequence) - match.node.window.size + budget
+        What they share now does not count: they may part.
+        """
+        reach, count = self.windows.reach, self.strategy.windows
+        if not reach:
+            return 0
+        ends = [s.prompt + s.max_new for s in (*self._running.values(), sequence)]
+        return sum(count * min(reach, end) for end in ends) + len(self._running) + self.limits.chunk
 
     def _start(self, sequence: Sequence, match: Match) -> None:
         cache = self.cache

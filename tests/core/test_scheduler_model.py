@@ -194,7 +194,10 @@ def test_exhaustion_sweep_over_three_pools(strategy, reach):
 def test_windows_that_do_not_fit_together_take_turns(more):
     """Where window rows alone are scarce, a request starts only if all that run can go on to their ends."""
     harness = Harness(rows=1_000, slots=30, limits=Limits(9, 8, 1_000), windows=Windows(5 + more, 5))
-    numbers = [harness.submit([n % 3] * size, 7) for n, size in enumerate((13, 2, 40, 1, 9, 26, 4, 11))]
+    sizes = (13, 2, 40, 1, 9, 26, 4, 11)
+    numbers = [harness.submit([n % 3] * size, 7) for n, size in enumerate(sizes)]
+    harness.drain()
+    numbers += [harness.submit([n % 3] * size + [n % 2], 7) for n, size in enumerate(sizes)]
     harness.drain()
     assert harness.scheduler.counters.preempted_total == 0
     assert set(harness.ends) == set(numbers)

@@ -13,6 +13,7 @@ from milepost.core.checkpoint import EXACT, CheckpointPolicy, SlotStrategy
 from milepost.core.request import Request, Sampling
 from milepost.core.scheduler import Event, Limits, Scheduler
 from milepost.core.tokens import pack, unpack
+from milepost.core.window import Windows
 from milepost.engine.executor import TorchExecutor
 from milepost.engine.text import Text
 from milepost.model import Decoder, Memory, load_decoder
@@ -43,12 +44,14 @@ class World:
     limits: Limits = field(default_factory=lambda: Limits(8, 512, 32_768))
     strict: bool = False
     decoder: Decoder = field(default_factory=demo_decoder)
+    window_rows: int = 2_000
 
     def __post_init__(self) -> None:
         page = self.strategy.page
-        self.scheduler = Scheduler(self.rows, self.slots, self.limits, self.strategy, self.policy)
         config, dtype = self.decoder.config, self.decoder.dtype
-        self.memory = Memory(config, self.slots, self.rows + page - 1, kv_dtype=dtype)
+        windows = Windows(self.window_rows, config.window.reach) if config.window else Windows()
+        self.scheduler = Scheduler(self.rows, self.slots, self.limits, self.strategy, self.policy, windows)
+        self.memory = Memory(config, self.slots, self.rows + page - 1, window_rows=windows.rows, kv_dtype=dtype)
         self.executor = TorchExecutor(self.decoder, self.memory, strict=self.strict)
         self.texts: dict[int, list[int]] = {}
         self.margins: dict[int, list[float]] = {}

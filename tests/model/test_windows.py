@@ -14,16 +14,20 @@ from hypothesis import strategies as some
 from safetensors.torch import load_file, save_file
 
 from milepost.core import models
+from milepost.core.checkpoint import EXACT, NO_BUFFER, NO_CACHE, CheckpointPolicy, extra_buffer, with_cap
 from milepost.core.plan import Chunk, Plan
 from milepost.core.pool import Owner, Slot
 from milepost.core.request import Request, Sampling
+from milepost.core.scheduler import Limits
 from milepost.core.tokens import pack
 from milepost.engine.executor import TorchExecutor
 from milepost.errors import ModelConfigError
 from milepost.model import Memory, load_decoder, load_model_config, random_decoder
 from milepost.model.config import AttentionSpec
 from milepost.model.work import PrefillSpan
+from tests.engine.world import World
 from tests.model.oracle import Driver, random_tokens, reference_logits, worst
+from tests.model.test_cache_by_family import ANSWER, compare, prompts
 
 TOLERANCE = 1e-4
 WINDOW = 24  # of the recipe
@@ -155,6 +159,31 @@ def test_a_plans_window_rows_reach_the_memory(decoder):
         assert executor.run(Plan(step, (), (chunk,))).tokens == {1: (expected[step],)}
         memory.window_keys[:, 1 : stop - WINDOW + 1] = torch.nan
     assert memory.window_keys[:, 51:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("strategy", [EXACT, NO_BUFFER, extra_buffer(1)], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("more", [10, 70])
+def test_texts_on_a_pool_of_few_windows(lara, decoders, strategy, more):
+    """Chunks are cut, checkpoints go, requests take turns; what they say stays what it is alone without a cache."""
+    cold = World(policy=NO_CACHE, decoder=decoders(lara.folder), rows=4_096, slots=8)
+    cold.run(prompts(), ANSWER)
+    policy = CheckpointPolicy.level(2, 64, windows=True)
+    pools = {"rows": 4_096, "slots": 40, "window_rows": strategy.windows * WINDOW + more}
+    world = World(
+        policy=policy,
+        strategy=with_cap(strategy, None, policy),
+        limits=Limits(8, 128, 4_096),
+        decoder=cold.decoder,
+        **pools,
+    )
+    for _ in range(2):
+        numbers = world.run(prompts(), ANSWER, at_once=8)
+        for reference, number in enumerate(numbers, next(iter(cold.texts))):
+            compare(cold, reference, world, number)
+    counters = world.scheduler.counters
+    assert world.scheduler.limits.chunk == min(128, more)
+    assert counters.states_evicted_total > 0 or world.scheduler.limits.chunk < strategy.grid
+    assert not (strategy is EXACT and counters.preempted_total)
 
 
 def test_projections_stored_one_by_one(lara, tmp_path):

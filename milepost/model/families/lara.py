@@ -1,7 +1,7 @@
 """Lara mini: Gated DeltaNet, sliding windows with rotary positions, full attention without any; experts throughout."""
 
 from milepost.model.config import MOE, WINDOW, LayerSpec, ModelConfig
-from milepost.model.families.family import Family
+from milepost.model.families.family import About, Family
 from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.qwen import delta_spec, gated_delta, separate, shared_moe
 from milepost.model.mixers import GatedDelta
@@ -46,4 +46,7 @@ def _read(fields: Fields) -> ModelConfig:
     )
 
 
-FAMILIES = {"lara_mini": Family(_read, _delta, renames=(("linear_attn.out_norm", "linear_attn.norm"),))}
+_ABOUT = About("Gated DeltaNet", "GQA, sliding windows", "experts", ("lara-4-mini",))
+_RENAMES = (("linear_attn.out_norm", "linear_attn.norm"),)
+
+FAMILIES = {"lara_mini": Family(_read, _delta, renames=_RENAMES, about=_ABOUT)}
