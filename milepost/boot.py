@@ -111,12 +111,15 @@ def _grid_lines(grid: int, context: int) -> list[str]:
 
 
 def _window_lines(scheduler: Scheduler, chunk: int) -> list[str]:
-    """What a window pool that is small makes of prefills."""
-    fits = scheduler.limits.chunk
-    if fits == chunk:
-        return []
-    line = f"prefill chunks are cut from {chunk} to {fits} tokens: the window pool has {scheduler.windows.rows} rows"
-    return [line + ", and leave no checkpoint" * (fits < scheduler.strategy.grid)]
+    """What a window pool that is small makes of prefills and of concurrency."""
+    windows, strategy, fits, lines = scheduler.windows, scheduler.strategy, scheduler.limits.chunk, []
+    if fits < chunk:
+        line = f"prefill chunks are cut from {chunk} to {fits} tokens: the window pool has {windows.rows} rows"
+        lines.append(line + ", and leave no checkpoint" * (fits < strategy.grid))
+    beside = (windows.rows - fits + 1) // (strategy.windows * windows.reach + 1)
+    if windows.reach and beside < scheduler.running_limit:
+        lines.append(f"the window pool lets {beside} long requests run beside a prefill chunk of {fits} tokens")
+    return lines
 
 
 def _costs(shape: Model, resolved: cfg.Resolved, state_dtype: str, dtype: str) -> sizing.Costs:

@@ -85,7 +85,8 @@ def folder(path: Path) -> dict[str, Any]:
     dtype = config.dtype or "float32"
     if dtype not in geometry.STATE_DTYPES:
         raise ModelConfigError(f"config field dtype is {dtype!r}; supported: {', '.join(geometry.STATE_DTYPES)}")
-    parts = {"linear": config.linear and config.linear.state, "attention": config.attention and config.attention.kv}
+    parts = {"linear": config.linear and config.linear.state}
+    parts |= {kind: attention.kv for kind, attention in config.attentions.items()}
     return {
         **figures(model, Formats(model.state_dtype, dtype, dtype)),
         "model_types": [config.model_type],
@@ -137,29 +138,29 @@ def _loader() -> Any:
 
 
 def _show_families(answers: dict[str, Any]) -> None:
-    windows = any(shown["window_row_bytes"] for row in answers["families"] for shown in row["published"])
-    table = Table(box=None, pad_edge=False)
-    for column in ("model_type", "mixers", "MLPs"):
-        table.add_column(column, no_wrap=column == "model_type")
-    for column in ("for example", "slot B", "KV B/token", *["window B"] * windows):
-        table.add_column(column, justify="left" if column == "for example" else "right", no_wrap=True)
-    needs = Table("needs", "", box=None, pad_edge=False)
+    kinds = _table("model_type", "linear", "attention", "MLPs")
+    sizes = _table("for example", "slot B", "KV B/token", "window B/token")
+    needs = _table("needs", "")
     for row in answers["families"]:
-        shown = row["published"]
-        cells = ["\n".join(item["model"] for item in shown)]
-        for figure in ("slot_bytes", "row_bytes", *["window_row_bytes"] * windows):
-            cells.append("\n".join(f"{item[figure]:,}" for item in shown))
-        table.add_row("\n".join(row["model_types"]), f"{row['linear']} + {row['attention']}", row["mlp"], *cells)
+        kinds.add_row(", ".join(row["model_types"]), row["linear"], row["attention"], row["mlp"])
+        for shown in row["published"]:
+            figures = (shown[name] for name in ("slot_bytes", "row_bytes", "window_row_bytes"))
+            sizes.add_row(shown["model"], *(f"{figure:,}" if figure else "-" for figure in figures))
         wanted = [*_supported(row["only"]), *row["needs"]]
         if wanted:
             needs.add_row(", ".join(row["model_types"]), "; ".join(wanted))
+    for column in sizes.columns[1:]:
+        column.justify, column.no_wrap = "right", True
     console = Console(highlight=False)
-    console.print(table, "", needs, "", sep="\n")
+    console.print(kinds, "", sizes, "", needs, "", sep="\n")
     console.print(f"Fields are so, or missing; in all families {'; '.join(_supported(answers['everywhere']))}.")
     console.print("Bytes: the whole model on one rank, states in float32, convolution windows and KV in bfloat16.")
     console.print(f"--strict-reuse resumes at multiples of {answers['strict_grid']} tokens.")
-    if windows:
-        console.print(WINDOWS)
+    console.print(WINDOWS)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False)
 
 
 def _supported(only: dict[str, list[Any]]) -> list[str]:

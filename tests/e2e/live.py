@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from milepost.boot import Booted, boot
 from milepost.config import CacheConfig, ServeConfig
@@ -76,12 +77,14 @@ class Live:
         self.wait_idle()
         assert not audit(self.scheduler)
         stats = self.scheduler.stats()
-        assert stats.states.held == 0 and stats.rows.held == 0
+        assert stats.states.held == stats.rows.held == stats.windows.held == 0
 
 
 @contextmanager
-def serving(settings: dict[str, object] | None = None, **flags: object) -> Iterator[Live]:
-    booted = boot(ServeConfig(), CacheConfig(**flags))  # type: ignore[arg-type]
+def serving(
+    settings: dict[str, object] | None = None, model_path: Path | None = None, **flags: object
+) -> Iterator[Live]:
+    booted = boot(ServeConfig(model_path=model_path), CacheConfig(**flags))  # type: ignore[arg-type]
     recorder = Recorder(booted)
     app = create_app(recorder, booted.text, ServerSettings(booted.name, booted.context, **(settings or {})))
     listener = listen("127.0.0.1", 0)
