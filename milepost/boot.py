@@ -124,7 +124,7 @@ def _window_lines(scheduler: Scheduler, chunk: int) -> list[str]:
 
 def _costs(shape: Model, resolved: cfg.Resolved, state_dtype: str, dtype: str) -> sizing.Costs:
     """Bytes as milepost.model allocates them: windows and KV in the dtype of the weights."""
-    footprint = measure(shape, Layout(), Formats(state_dtype, dtype, dtype))
+    footprint = measure(shape, Layout(), Formats(state_dtype, dtype, dtype, own_index=True))
     strategy = resolved.strategy
     return sizing.Costs(footprint, strategy.reserved, strategy.page, windows=strategy.windows)
 

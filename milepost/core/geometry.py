@@ -139,11 +139,18 @@ class Index:
     """Keys of a sparse indexer, one for `pool` tokens, the same on every rank.
 
     `quantized`: fp8 with a 4-byte scale for each 128 elements, whatever the dtype of the KV; else bfloat16.
+    `gated`: a key of `pool` tokens is a mean, weighted by gates as wide as the keys of single tokens.
     """
 
     dim: int
     pool: int
     quantized: bool = True
+    gated: bool = False
+
+    @property
+    def unpooled(self) -> int:
+        """Elements of one token before it is pooled with others."""
+        return self.dim * (1 + self.gated)
 
     def row_bytes(self, pool: int | None = None) -> int:
         key = self.dim + self.dim // 128 * 4 if self.quantized else 2 * self.dim
@@ -241,7 +248,8 @@ class Formats:
     """Dtypes, and the KV layout of an attention back end where it has a choice.
 
     `scaled`: an fp8 latent with a 4-byte scale for each 128 elements and a 2-byte rope part.
-    `index_pool`: tokens that share an index key; None: the model's.
+    `index_pool`: tokens that share an index key; None: the model's. `own_index`: as Milepost's own engine keeps it,
+    for each token what is pooled, in the dtype of the KV.
     """
 
     state: str = "float32"
@@ -249,6 +257,7 @@ class Formats:
     kv: str = "bfloat16"
     scaled: bool = False
     index_pool: int | None = None
+    own_index: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +334,8 @@ def layer_row_bytes(model: Model, layout: Layout, formats: Formats) -> tuple[int
     """Bytes of a token's KV in one full-attention layer, and the share of keys (0: one latent)."""
     attention, extra = model.attention, 0
     if model.index is not None:
-        extra = model.index.row_bytes(formats.index_pool)
+        own = kv_bytes(model.index.unpooled, formats.kv)
+        extra = own if formats.own_index else model.index.row_bytes(formats.index_pool)
     if attention is None:
         return extra, 0.0
     if isinstance(attention, Latent):

@@ -179,7 +179,7 @@ def _kdas() -> list[Model]:
             _every(45, 4),
             geo.kda(64),
             Latent(512, 0),
-            Index(128, 4),
+            Index(128, 4, gated=True),
             context=1048576,
             params=320e9,
             defaults=GLM_FLASH,
@@ -349,7 +349,7 @@ def _read_kda(fields: _Fields) -> Model:
         layers = fields.kinds(_period(4))
     model = Model("", layers, recurrence, _read_latent(fields))
     if fields.get("index_head_dim"):
-        index = Index(fields.size("index_head_dim"), fields.size("index_kpool", default=1))
+        index = Index(fields.size("index_head_dim"), fields.size("index_kpool", default=16), gated=True)
         model = replace(model, index=index, defaults=GLM_FLASH, notes=(GLM_LAYOUT,))
     return model
 

@@ -126,6 +126,15 @@ def test_layouts_of_a_latent(kv, scaled, pool, layer):
     assert footprint.layer_row == layer
 
 
+def test_an_index_as_the_engine_keeps_it():
+    """A key and a gate of 128 for each token, in the KV's dtype, instead of a pooled key."""
+    glm = models.find("glm-5.3-flash")
+    for kv, size in (("float32", 4), ("bfloat16", 2)):
+        assert measure(glm, Layout(), Formats(kv=kv, own_index=True)).layer_row == (512 + 2 * 128) * size
+    kimi = models.find("kimi-k3")
+    assert measure(kimi, Layout(), Formats(own_index=True)) == measure(kimi, Layout(), Formats())
+
+
 def test_windows_are_a_pool_of_their_own():
     footprint = measure(models.find("inkling"), Layout(), Formats())
     assert footprint.window_row * footprint.window_size == 230_686_720  # 231 MB a sequence

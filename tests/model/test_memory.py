@@ -60,7 +60,7 @@ def test_closed_formulas(state, conv, kv):
 def test_bytes_equal_the_planners_for_every_family(golden, dtype):
     """What core/geometry reads from a config is what is allocated for it."""
     shape = models.read_config(json.loads((golden.folder / "config.json").read_text()))
-    footprint = measure(shape, Layout(), Formats("float32", dtype, dtype))
+    footprint = measure(shape, Layout(), Formats("float32", dtype, dtype, own_index=True))
     memory = Memory(load_model_config(golden.folder), 5, 9, window_rows=7, kv_dtype=getattr(torch, dtype))
     assert (memory.slot_bytes, memory.row_bytes) == (footprint.slot, footprint.row)
     assert (memory.window_row_bytes, memory.window_bytes) == (footprint.window_row, 8 * footprint.window_row)
