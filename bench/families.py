@@ -38,6 +38,8 @@ SIZES = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
+    "index_head_dim": 32,
+    "index_topk": 128,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "moe_shared_expert_intermediate_size": 128,
@@ -57,10 +59,10 @@ SIZES = {
 def build(family: str) -> Any:
     """The test recipe, larger."""
     fields = FAMILIES[family].fields
-    changes = {**SCALED, **{name: size for name, size in SIZES.items() if name in fields}}
+    changes = {**SCALED, **{name: size for name, size in SIZES.items() if fields.get(name)}}
     if fields.get("num_key_value_heads") == 4:  # those that must have as many as heads
         changes["num_key_value_heads"] = 8
-    for name in ("layer_types", "layers_block_type"):
+    for name in ("layer_types", "layers_block_type", "indexer_types", "mlp_layer_types"):
         if name in fields:
             changes[name] = (fields[name] * 3)[:12]
             if name == "layer_types":

@@ -65,6 +65,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several streams, mixed by weights that each token makes; `rounds` of the Sinkhorn iteration, eps its floor."""
+
+    count: int
+    rounds: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """Heads of a recurrent mixer with state [key dim, value dim] per value head, behind a short convolution.
 
@@ -173,11 +182,26 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An indexer: a query sees the `kept` groups that score best, and what no group is whole of yet.
+
+    Groups are of `group` tokens, counted from position 0; each has one key of `dim` for all `heads`. shared: attention
+    layers (by index among them) without an indexer, which see what the layer before them does.
+    """
+
+    heads: int
+    dim: int
+    group: int
+    kept: int
+    shared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Multi-head latent attention: a row is one latent of `rank` and a key of `rope` that all heads share.
 
     q_rank: of the low-rank projection to q (0: none). rotary_dim is `rope` or 0 (no positions). gated: a sigmoid gate
-    for each head.
+    for each head. eps: of the norms inside. With an `index` a row holds an index key and its gate, too.
     """
 
     reach = UNLIMITED
@@ -191,6 +215,8 @@ class LatentSpec:
     rotary_dim: int
     rope_theta: float
     gated: bool
+    eps: float = 1e-6
+    index: IndexSpec | None = None
 
     @property
     def key_dim(self) -> int:
@@ -198,7 +224,7 @@ class LatentSpec:
 
     @property
     def kv(self) -> KvLayout:
-        return KvLayout((self.rank + self.rope,), (0,))
+        return KvLayout((self.rank + self.rope,), (2 * self.index.dim if self.index else 0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +275,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
     activation: str = SILU
+    mlp_limit: float | None = None  # the gate is cut off above it, the other half on both sides
+    streams: StreamsSpec | None = None  # None: one, a sum
     window: AttentionSpec | None = None  # of the layers whose KV is a sliding window
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale, where weights are float8
 

@@ -1,11 +1,13 @@
 """NumbaKernels: the compiled loops of `numba_*.py` behind the interface of `kernels.py`."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from milepost.model import numba_attention, numba_recurrent
+from milepost.model import numba_attention, numba_recurrent, numba_streams
 from milepost.model import numba_elementwise as elementwise
-from milepost.model.config import GATE_FIRST, NO_NORM, SILU, LatentSpec, LinearSpec
+from milepost.model.config import GATE_FIRST, NO_NORM, SILU, IndexSpec, LatentSpec, LinearSpec, StreamsSpec
 from milepost.model.kernels import AttentionWeights, ChunkTerms, ConvWeights, DeltaWeights, ScanWeights, TorchKernels
 from milepost.model.work import DecodeRows, DecodeWork
 
@@ -49,6 +51,24 @@ class NumbaKernels(TorchKernels):
         self._spread(gate_up)
         elementwise.silu_mul(_array(gate_up), _array(out))
         return out
+
+    def read_streams(
+        self, spec: StreamsSpec, streams: Tensor, made: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n = spec.count
+        x, write = streams.new_empty((len(streams), streams.shape[2])), torch.empty((len(streams), n))
+        between = torch.empty((len(streams), n, n))
+        self._spread(streams)
+        numba_streams.read_streams_for(n)(
+            *(_array(t) for t in (streams, made, norm)),
+            (np.float32(eps), np.float32(spec.eps), spec.rounds),
+            *(_array(t) for t in (x, write, between)),
+        )
+        return x, write, between
+
+    def write_streams(self, streams: Tensor, y: Tensor, write: Tensor, between: Tensor) -> None:
+        self._spread(streams)
+        numba_streams.write_streams_for(streams.shape[1])(*(_array(t) for t in (streams, y, write, between)))
 
     def convolve(self, layer: ConvWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = layer.spec
@@ -207,6 +227,28 @@ class NumbaKernels(TorchKernels):
             _array(query), seen.rows, seen.offsets, _array(keys), _array(out)
         )
         return out
+
+    def pool(self, tokens: Tensor, place: Tensor) -> Tensor:
+        if tokens.dtype not in _NATIVE:
+            return super().pool(tokens, place)
+        out = tokens.new_empty((len(tokens), place.shape[1]))
+        self._spread(tokens)
+        numba_attention.pool_for(*place.shape)(_array(tokens), _array(place), _array(out))
+        return out
+
+    def choose_rows(
+        self, spec: IndexSpec, query: Tensor, weights: Tensor, view: DecodeRows, values: Tensor
+    ) -> DecodeRows:
+        if values.dtype not in _NATIVE:
+            return super().choose_rows(spec, query, weights, view, values)
+        groups, rest = np.divmod(np.diff(view.offsets), spec.group)
+        borders = np.append(0, np.cumsum(np.minimum(groups, spec.kept) * spec.group + rest))
+        rows = np.empty(borders[-1], np.int32)
+        self.enter()
+        numba_attention.choose_rows_for(spec.heads, spec.dim, spec.group)(
+            _array(query), _array(weights), view.rows, view.offsets, _array(values), spec.kept, borders, rows
+        )
+        return replace(view, rows=rows, offsets=borders)
 
 
 def _outputs(v: Tensor, solved: int, key_dim: int) -> tuple[Tensor, ...]:

@@ -12,18 +12,21 @@ A cached run then equals a cold one bit for bit, if states are resumed at multip
 that prefill made.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from milepost.model.batch import Batch, Span
 from milepost.model.config import AttentionSpec, LatentSpec, ModelConfig
-from milepost.model.kernels import Kernels, rms_norm
+from milepost.model.kernels import Kernels
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.parts import Half
+from milepost.model.stream import Stream
 from milepost.model.work import CHUNK, Work, prepare
 
 Tensor = torch.Tensor
@@ -33,21 +36,19 @@ STRICT_DECODE_ROWS = 8
 
 @dataclass
 class Block:
-    """Half a layer and how it joins the stream (`config.LayerSpec`); norm weights float32, as they multiply."""
+    """Half a layer and how it joins the stream, which depends on the kind of stream."""
 
     half: Half
-    norm: Tensor | None  # of its input
-    post_norm: Tensor | None  # of its output
-    scale: float = 1.0
-    restart: float | None = None
+    join: Any
 
 
 @dataclass
 class Parts:
-    """What a decoder is made of."""
+    """What a decoder is made of. `stream` begins one with the embedded tokens."""
 
     embedding: Tensor  # [vocab, hidden]
     blocks: list[Block]
+    stream: Callable[[Tensor], Stream]
     norm: Tensor
     head: Linear
     kernels: Kernels
@@ -62,6 +63,7 @@ class Decoder:
         self.dtype = parts.embedding.dtype
         self._embedding = parts.embedding
         self._blocks = parts.blocks
+        self._stream = parts.stream
         self._norm = parts.norm
         self._head = parts.head
         self._kernels = parts.kernels
@@ -100,28 +102,15 @@ class Decoder:
 
     def _run(self, work: Work, memory: Memory) -> Tensor:
         """The normed stream after the last layer, [rows of work, hidden]."""
-        stream = self._embedding[work.tokens]
+        embedded = self._embedding[work.tokens]
         if self.config.embedding_scale != 1:
-            stream *= self.config.embedding_scale
-        x = self._normed(stream, self._blocks[0].norm)
-        norms = [block.norm for block in self._blocks[1:]] + [self._norm]
-        for block, next_norm in zip(self._blocks, norms, strict=True):
-            y = block.half.forward(x, work, memory)
-            if block.post_norm is not None:
-                y = self._normed(y, block.post_norm)
-            if block.scale != 1:
-                y = y * block.scale
-            if block.restart is not None:
-                stream = x * block.restart
-            if next_norm is None:
-                stream = x = stream + y
-            else:
-                x = self._kernels.add_norm(stream, y, next_norm, self.config.rms_norm_eps)
+            embedded *= self.config.embedding_scale
+        stream = self._stream(embedded)
+        for block in self._blocks:
+            x = stream.enter(block.join)
+            stream.leave(block.join, x, block.half.forward(x, work, memory))
         memory.copy_slots(work.copies)
-        return x
-
-    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x.clone() if norm is None else rms_norm(x, norm, self.config.rms_norm_eps).to(x.dtype)
+        return stream.end(self._norm)
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = self._head(x).float()

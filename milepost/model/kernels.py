@@ -6,7 +6,7 @@ device and argument.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,9 +19,11 @@ from milepost.model.config import (
     SILU,
     AttentionSpec,
     GatedDeltaSpec,
+    IndexSpec,
     LatentSpec,
     LinearSpec,
     ScanSpec,
+    StreamsSpec,
 )
 from milepost.model.work import DecodeRows, DecodeWork
 
@@ -116,6 +118,26 @@ class TorchKernels:
         """silu(gate) * up of [tokens, gate | up]."""
         gate, up = gate_up.float().chunk(2, -1)
         return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def read_streams(
+        self, spec: StreamsSpec, streams: Tensor, made: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(RMSNorm(read . streams) * norm, write, between) of streams [tokens, n, width], read from the raw weights
+        made [tokens, n read | n write | n * n between] float32. Returns [tokens, width], and float32 [tokens, n] and
+        [tokens, from n, to n]: rows and columns scaled in turn so that they sum to one (Sinkhorn), columns last.
+        """
+        n = spec.count
+        read, write, between = made.split((n, n, n * n), -1)
+        between = between.unflatten(-1, (n, n)).softmax(-1) + spec.eps
+        for i in range(2 * spec.rounds - 1):
+            between = between / (between.sum(-1 if i % 2 else -2, keepdim=True) + spec.eps)
+        x = ((read.sigmoid() + spec.eps)[:, None] @ streams.float())[:, 0]
+        return rms_norm(x, norm, eps).to(streams.dtype), 2 * write.sigmoid(), between
+
+    def write_streams(self, streams: Tensor, y: Tensor, write: Tensor, between: Tensor) -> None:
+        """streams = between^T streams + write y in place, y [tokens, width]."""
+        mixed = between.transpose(1, 2) @ streams.float()
+        streams.copy_(mixed.addcmul_(write[..., None], y[:, None].float()))
 
     def convolve(self, layer: ConvWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """silu of the causal convolution of a prefill, laid out in kernel chunks.
@@ -279,6 +301,29 @@ class TorchKernels:
         scores = (query @ wide.transpose(1, 2)).masked_fill(~visible[:, None], -math.inf)
         return scores.softmax(-1) @ wide[..., : spec.rank]
 
+    def pool(self, tokens: Tensor, place: Tensor) -> Tensor:
+        """The keys of groups of index rows [groups, group, key | gate], in their dtype; place float32 [group, dim]."""
+        key, gate = tokens.float().chunk(2, -1)
+        return ((gate + place).softmax(1) * key).sum(1).to(tokens.dtype)
+
+    def choose_rows(
+        self, spec: IndexSpec, query: Tensor, weights: Tensor, view: DecodeRows, values: Tensor
+    ) -> DecodeRows:
+        """The same with those of the rows that an indexer chooses (`mixers/indexer.py` has the law).
+
+        query [batch, heads, dim] and weights [batch, heads] float32, scaled; values [rows, group's key | any].
+        """
+        rows, visible = view.padded_rows(query.device)
+        ends = slice(spec.group - 1, None, spec.group)
+        whole = visible[:, ends]
+        keys = values[rows[:, ends], : spec.dim].float()
+        scores = (weights[:, None] @ (query @ keys.transpose(1, 2)).relu())[:, 0]
+        chosen = best(scores.masked_fill(~whole, -math.inf), min(spec.kept, whole.shape[1])) & whole
+        seen = visible.clone()
+        seen[:, : whole.shape[1] * spec.group] &= (chosen | ~whole).repeat_interleave(spec.group, 1)
+        offsets = F.pad(seen.sum(1).cumsum(0), (1, 0)).cpu().numpy()
+        return replace(view, rows=rows[seen].int().cpu().numpy(), offsets=offsets)
+
 
 Kernels = TorchKernels  # the interface is the class
 
@@ -291,6 +336,13 @@ def shifted_sum(ext: Tensor, weight: Tensor) -> Tensor:
     for i in range(1, len(weight)):
         y.addcmul_(wide[i : i + length], weight[i])
     return y
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """bool [rows, any]: the `count` best of each row; of equal ones the first."""
+    least = scores.topk(count, -1)[0][:, -1:]
+    above, level = scores > least, scores == least
+    return above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
 def _next(x: Tensor, weight: Tensor, slots: Tensor, conv: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """From a model folder, or a random generator, to a Decoder."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from milepost.errors import ModelError
-from milepost.model.config import ATTENTION, DENSE, LINEAR, NONE, WINDOW, LayerSpec, ModelConfig
+from milepost.model.config import ATTENTION, DENSE, LINEAR, NONE, WINDOW, ModelConfig
 from milepost.model.decoder import Block, Decoder, Parts
 from milepost.model.families import FAMILIES, load_model_config
 from milepost.model.families.family import Family
@@ -14,6 +15,7 @@ from milepost.model.kernels import Kernels, TorchKernels, choose_kernels
 from milepost.model.linear import Linear
 from milepost.model.mixers import Parallel
 from milepost.model.parts import Half, Maker
+from milepost.model.stream import HyperStreams, Sum
 from milepost.model.weights import Expected, FileWeights, RandomWeights, Reader, Recorder, Shape, Weights, check
 
 Tensor = torch.Tensor
@@ -94,12 +96,16 @@ def _build(maker: Maker, read: Reader) -> Parts:
     for i, layer in enumerate(config.layers):
         under = read.under(f"model.layers.{i}")
         if layer.mixer != NONE:
-            blocks.append(_block(family, layer, 0, _mixer(family, i, maker, under), maker, under))
+            blocks.append(Block(_mixer(family, i, maker, under), family.join(maker, under, family.names, layer, 0)))
         if layer.mlp != NONE:
             make = family.dense if layer.mlp == DENSE else family.moe
-            blocks.append(_block(family, layer, 1, make(maker, under.under(family.names.mlp), i), maker, under))
+            half = make(maker, under.under(family.names.mlp), i)
+            blocks.append(Block(half, family.join(maker, under, family.names, layer, 1)))
     norm = maker.norm(read("model.norm.weight", config.hidden_size))
-    return Parts(embedding, blocks, norm, head, maker.kernels)
+    stream = partial(Sum, kernels=maker.kernels, eps=config.rms_norm_eps)
+    if config.streams is not None:
+        stream = partial(HyperStreams, **stream.keywords, spec=config.streams)
+    return Parts(embedding, blocks, stream, norm, head, maker.kernels)
 
 
 def _mixer(family: Family, i: int, maker: Maker, read: Reader) -> Half:
@@ -114,12 +120,3 @@ def _mixer(family: Family, i: int, maker: Maker, read: Reader) -> Half:
         make, name = parts[kind]
         mixers.append(make(maker, read.under(name), config.layers_with(kind).index(i)))
     return mixers[0] if len(mixers) == 1 else Parallel(tuple(mixers))
-
-
-def _block(family: Family, layer: LayerSpec, which: int, half: Half, maker: Maker, read: Reader) -> Block:
-    """The layer's first (0) or second (1) half."""
-    names = family.names
-    name = names.post_norms[which] if layer.post_norm else (names.mixer_norm, names.mlp_norm)[which]
-    norm = maker.norm(read(f"{name}.weight", maker.config.hidden_size))
-    before, after = (None, norm) if layer.post_norm else (norm, None)
-    return Block(half, before, after, layer.scales[which], layer.restarts[which])

@@ -3,7 +3,7 @@
     temporal [linear layers, slots + 1, *state.temporal]               the recurrent states
     conv     [linear layers, slots + 1, state.taps, state.channels]    the last inputs of a convolution, oldest first
     keys     [attention layers, rows + 1, *kv.keys]
-    values   [attention layers, rows + 1, *kv.values]                  empty where a row is one latent
+    values   [attention layers, rows + 1, *kv.values]                  with a latent: its index key, or empty
     window_keys, window_values [window layers, window rows + 1, ...]   the same of sliding windows, by ids of their own
 
 Slot 0 and rows 0 are dummies: never handed out, never written, zero. Which slot or row is whose is not known here.

@@ -16,18 +16,24 @@ Tensor = torch.Tensor
 
 @dataclass
 class Dense:
-    """down(silu(gate x) * up x), gate and up in one matrix [gate | up, hidden]; or down(relu(up x)^2)."""
+    """down(silu(gate x) * up x), gate and up in one matrix [gate | up, hidden]; or down(relu(up x)^2).
+
+    limit: gate x is cut off above it, up x on both sides.
+    """
 
     up: Linear
     down: Linear
     activation: str
     kernels: Kernels
+    limit: float | None = None
 
     def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:  # noqa: ARG002 - every half has them
         return self(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.up(x)
+        if self.limit is not None:
+            y.clamp_(max=self.limit)[:, y.shape[1] // 2 :].clamp_(min=-self.limit)
         return self.down(F.relu(y).square() if self.activation == RELU2 else self.kernels.silu_mul(y))
 
 

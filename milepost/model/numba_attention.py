@@ -180,3 +180,82 @@ def latent_step_for(heads, rank, width):
                     out[n, first + g, j] = o[g, j]
 
     return latent_step
+
+
+@functools.cache
+def pool_for(group, dim):
+    """One key for each group of tokens."""
+
+    @compiled(**PARALLEL)
+    def pool(tokens, place, out):
+        """tokens [groups, group, key | gate]; place float32 [group, dim]; out [groups, dim]."""
+        for g in prange(len(tokens)):
+            top = np.full(dim, np.float32(-np.inf))
+            total = np.zeros(dim, np.float32)
+            key = np.zeros(dim, np.float32)
+            for i in range(group):
+                for j in range(dim):
+                    top[j] = max(top[j], widen(tokens[g, i, dim + j]) + place[i, j])
+            for i in range(group):
+                for j in range(dim):
+                    weight = exp(widen(tokens[g, i, dim + j]) + place[i, j] - top[j])
+                    total[j] += weight
+                    key[j] += weight * widen(tokens[g, i, j])
+            for j in range(dim):
+                out[g, j] = narrow(key[j] / total[j], out)
+
+    return pool
+
+
+@functools.cache
+def choose_rows_for(heads, dim, group):
+    """An indexer's choice for one token of each of a batch of sequences."""
+
+    @compiled(**PARALLEL)
+    def choose_rows(query, weights, rows, offsets, values, kept, borders, out):
+        """The rows of the `kept` best groups and of the tail; of sequence n into out[borders[n] : borders[n + 1]].
+
+        query float32 [batch, heads, dim]; weights float32 [batch, heads]; rows, offsets as above; values [rows, any].
+        """
+        for n in prange(len(offsets) - 1):
+            own = rows[offsets[n] : offsets[n + 1]]
+            groups = len(own) // group
+            line = 64 // values.itemsize
+            wide = np.empty(dim, np.float32)
+            scores = np.empty(groups, np.float32)
+            for g in range(groups):
+                ahead = own[min(g + _AHEAD, groups - 1) * group + group - 1]
+                for j in range(0, dim, line):
+                    prefetch(values[ahead, j:])
+                key = values[own[g * group + group - 1]]
+                for j in range(dim):
+                    wide[j] = widen(key[j])
+                score = np.float32(0.0)
+                for h in range(heads):
+                    dot = np.float32(0.0)
+                    for j in range(dim):
+                        dot += query[n, h, j] * wide[j]
+                    score += weights[n, h] * max(dot, np.float32(0.0))
+                scores[g] = score
+            level = 0  # groups that are as good as the last one that is kept, and are kept
+            least = np.float32(-np.inf)
+            if groups > kept:
+                least = np.partition(scores, groups - kept)[groups - kept]
+                level = kept
+                for g in range(groups):
+                    level -= scores[g] > least
+            at = borders[n]
+            for g in range(groups):
+                take = scores[g] > least
+                if scores[g] == least and level > 0:
+                    level -= 1
+                    take = True
+                if take:
+                    for i in range(g * group, (g + 1) * group):
+                        out[at] = own[i]
+                        at += 1
+            for i in range(groups * group, len(own)):
+                out[at] = own[i]
+                at += 1
+
+    return choose_rows

@@ -93,7 +93,11 @@ def mlp(maker: Maker, read: Reader, width: int, hidden: int | None = None) -> De
     if maker.config.activation != RELU2:
         up.insert(0, scaled(read("gate_proj.weight", width, hidden), of_gate))
     down = scaled(read("down_proj.weight", hidden, width), of_output)
-    return Dense(maker.linear(*up), maker.linear(down), maker.config.activation, maker.kernels)
+    return Dense(maker.linear(*up), maker.linear(down), *_of_mlps(maker))
+
+
+def _of_mlps(maker: Maker) -> tuple[str, Kernels, float | None]:
+    return maker.config.activation, maker.kernels, maker.config.mlp_limit
 
 
 def dense(maker: Maker, read: Reader, _layer: int) -> Dense:
@@ -111,8 +115,7 @@ def moe(maker: Maker, read: Reader, _layer: int) -> Moe:
             read("experts.down_proj", spec.experts, inner, spec.width),
             strict=True,
         )
-        kind = maker.config.activation, maker.kernels
-        experts = [Dense(maker.linear(up), maker.linear(down), *kind) for up, down in pairs]
+        experts = [Dense(maker.linear(up), maker.linear(down), *_of_mlps(maker)) for up, down in pairs]
     else:
         experts = [mlp(maker, read.under(f"experts.{e}"), spec.width, inner) for e in range(spec.experts)]
     router = read("gate.weight", spec.experts, hidden)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,6 +167,7 @@ class Work:
     place: np.ndarray  # int64 [total]: where the batch's i-th token went
     copies: tuple[tuple[int, int], ...]  # (working slot, target slot): marks at the end of a span
     fixed_rows: int | None  # strict mode: every GEMM has exactly this many rows
+    choice: Any = field(default=None, init=False)  # what the last indexed layer saw, for those that share it
 
 
 def prepare(

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns abo
 TORCH = (
     "bailing_hybrid",
     "falcon_h1",
+    "glm5_next",
     "kimi_linear",
     "lfm2_moe",
     "lara_mini",
@@ -140,10 +141,13 @@ def test_marks_of_several_spans_in_one_batch(driver, expected):
         assert worst(got, expected(sequence.tokens)[position : position + 22]) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["lara_mini", "qwen3_5_text"])
-def test_long_context_attention_in_parts(goldens, decoders, monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    [("qwen3_5_text", "work._MASK_LIMIT"), ("lara_mini", "work._MASK_LIMIT"), ("glm5_next", "mixers.indexer._LIMIT")],
+)
+def test_long_context_attention_in_parts(goldens, decoders, monkeypatch, family, limit):
     """Masks beyond the limit are cut by queries; the result is the same."""
-    monkeypatch.setattr("milepost.model.work._MASK_LIMIT", 1000)
+    monkeypatch.setattr(f"milepost.model.{limit}", 1000)
     golden = goldens(family)
     driver = Driver(decoders(golden.folder))
     tokens = random_tokens(8, 200)
@@ -253,6 +257,10 @@ def test_a_dense_qwen3_next(tmp_path):
         ("falcon_h1", {"mamba_norm_before_gate": True, "tie_word_embeddings": True}),
         ("lfm2", {"block_auto_adjust_ff_dim": False}),
         ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}),
+        # Groups that don't fit into the chunks, of one token, and more of them than there are tokens: all is seen.
+        ("glm5_next", {"index_kpool": 7, "index_topk": 21, "linear_lower_bound": None, "n_group": 1, "topk_group": 1}),
+        ("glm5_next", {"index_kpool": 1, "index_topk": 20, "indexer_types": ["full"] * 6, "hc_mult": 1}),
+        ("glm5_next", {"index_topk": 200, "norm_topk_prob": False, "n_shared_experts": 2}),
         (
             "olmo_hybrid",
             {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},

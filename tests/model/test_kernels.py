@@ -15,8 +15,10 @@ from milepost.model.config import (
     SILU,
     AttentionSpec,
     GatedDeltaSpec,
+    IndexSpec,
     LatentSpec,
     ScanSpec,
+    StreamsSpec,
 )
 from milepost.model.cpu_kernels import NumbaKernels
 from milepost.model.kernels import TorchKernels, choose_kernels
@@ -213,6 +215,57 @@ def test_latent_step(compiled, kv_dtype, heads):
         TorchKernels().latent_step(spec, query, seen, keys),
         torch.float32,
     )
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_pool(compiled, dtype):
+    tokens, place = torch.randn(5, 4, 48).to(dtype), torch.randn(4, 24)
+    tokens[1, 2, 30] = 90.0  # one token takes all
+    got = compiled.pool(tokens, place)
+    close(got, TorchKernels().pool(tokens, place), dtype)
+    assert got[1, 6] == tokens[1, 2, 6]
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_choose_rows(compiled, dtype):
+    """Scores and choice written out for one sequence at a time; every third group is a copy, so there are ties."""
+    spec = IndexSpec(heads=2, dim=16, group=4, kept=5)
+    work = decode_rows([3, 20, 70, 23, 41], 160)
+    query, weights = torch.randn(5, 2, 16), torch.randn(5, 2)
+    values = torch.randn(161, 32).to(dtype)
+    expected = []
+    for n in range(5):
+        own = work.rows[work.offsets[n] : work.offsets[n + 1]]
+        ends = own[3::4]
+        values[ends[2::3]] = values[ends[1::3][: len(ends[2::3])]]
+        keys = values[ends, :16].float()
+        scores = [
+            float(sum(w * max(float(q @ key), 0) for q, w in zip(query[n], weights[n], strict=True))) for key in keys
+        ]
+        chosen = sorted(sorted(range(len(scores)), key=lambda g: (-scores[g], g))[:5])
+        expected.append([*(row for g in chosen for row in own[4 * g : 4 * g + 4]), *own[len(own) // 4 * 4 :]])
+    for kernels in (compiled, TorchKernels()):
+        got = kernels.choose_rows(spec, query, weights, work, values)
+        assert got.rows.dtype == np.int32
+        assert [part.tolist() for part in np.split(got.rows, got.offsets[1:-1])] == expected
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(("count", "rounds"), [(3, 1), (4, 20)])
+def test_streams(compiled, dtype, count, rounds):
+    spec = StreamsSpec(count, rounds, eps=1e-6)
+    streams, y = torch.randn(5, count, 40).to(dtype), torch.randn(5, 40).to(dtype)
+    made, norm = torch.randn(5, count * (count + 2)), 1 + 0.2 * torch.randn(40)
+    other = streams.clone()
+    ours, theirs = (k.read_streams(spec, streams, made, norm, EPS) for k in (compiled, TorchKernels()))
+    for a, b, kind in zip(ours, theirs, (dtype, torch.float32, torch.float32), strict=True):
+        close(a, b, kind)
+    compiled.write_streams(streams, y, *ours[1:])
+    TorchKernels().write_streams(other, y, *theirs[1:])
+    close(streams, other, dtype)
+    between = theirs[2]
+    assert torch.allclose(between.sum(1), torch.ones(()), atol=1e-4)  # columns are scaled last
+    assert rounds == 1 or torch.allclose(between.sum(2), torch.ones(()), atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [{"gated": False}, {"normed": False, "gated": False, "rotary_dim": 0}])

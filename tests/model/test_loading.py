@@ -81,11 +81,24 @@ def test_a_config_that_is_not_supported(changes, words):
         ("lfm2_moe", {"layer_types": None}, ["layer_types"]),
         ("minimax", {"sliding_window": 64}, ["sliding_window", "64"]),
         ("minimax", {"rotary_dim": 12}, ["rotary_dim", "12", "16"]),
+        ("glm5_next", {"index_kpool_always_select_tail": False}, ["index_kpool_always_select_tail", "False", "True"]),
+        ("glm5_next", {"index_topk": 25}, ["index_topk", "25", "index_kpool = 4"]),
+        ("glm5_next", {"index_topk_freq": 2, "indexer_types": None}, ["index_topk_freq", "2", "1"]),
+        ("glm5_next", {"index_topk_pattern": "FSF"}, ["index_topk_pattern", "FSF"]),
+        ("glm5_next", {"indexer_types": ["full"]}, ["indexer_types", "6 of full and shared"]),
+        ("glm5_next", {"indexer_types": ["full"] * 5 + ["shared"]}, ["indexer_types", "right behind"]),
+        ("glm5_next", {"indexer_types": ["full", *["shared"] * 2, *["full"] * 3]}, ["indexer_types", "right behind"]),
+        ("glm5_next", {"qk_rope_head_dim": 8}, ["qk_rope_head_dim", "8", "0"]),
+        ("glm5_next", {"q_lora_rank": None}, ["q_lora_rank", "None"]),
+        ("glm5_next", {"hc_mult": None}, ["hc_mult", "None"]),
+        ("glm5_next", {"linear_lower_bound": 1.0}, ["linear_lower_bound", "1.0", "below 0"]),
+        ("glm5_next", {"linear_attn_config": {"safe_gate": False}}, ["linear_attn_config.safe_gate"]),
         ("olmo_hybrid", {"linear_key_head_dim": None}, ["linear_key_head_dim", "None"]),
     ],
 )
 def test_a_field_that_a_family_does_not_support(goldens, family, changes, words):
     raw = json.loads((goldens(family).folder / "config.json").read_text())
+    raw = raw.get("text_config", raw)
     with pytest.raises(ModelConfigError) as error:
         load_model_config({**raw, **changes})
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -107,6 +120,19 @@ def test_other_ways_to_say_the_same(goldens):
     raw = json.loads((goldens("nemotron_h").folder / "config.json").read_text())
     published = {name: value for name, value in raw.items() if name != "layers_block_type"}
     assert load_model_config({**published, "hybrid_override_pattern": "ME*-MEM*"}) == load_model_config(raw)
+    wrapped = json.loads((goldens("glm5_next").folder / "config.json").read_text())
+    raw = {**wrapped["text_config"], "dtype": "float32"}
+    published = {name: value for name, value in raw.items() if not name.startswith("linear_") and name != "layer_types"}
+    published["linear_attn_config"] = {"head_dim": 16, "num_heads": 4, "full_attn_layers": [2, 3, 6]}
+    published["layer_types"] = [kind.replace("indexed", "full") for kind in raw["layer_types"]]
+    for again in (
+        wrapped,
+        published,
+        {**raw, "layer_types": None, "linear_attn_config": published["linear_attn_config"]},
+    ):
+        assert load_model_config(again) == load_model_config(raw)
+    flat = {**raw, "model_type": "glm5_next", "linear_lower_bound": None}
+    assert load_model_config(flat).linear.bound is None
     raw = json.loads((goldens("granitemoehybrid").folder / "config.json").read_text())
     kinds = ["mamba", "attention", "mamba", "mamba", "attention"]
     assert load_model_config({**raw, "layer_types": kinds, "mamba_d_head": "auto"}) == load_model_config(raw)

@@ -8,7 +8,7 @@ from milepost.model import Batch
 from tests.model.oracle import FAMILIES, Driver, random_tokens, reference_logits, worst
 
 # In bfloat16 one family for each kind of kernel: all that compiles once more for it.
-NARROW = ("kimi_linear", "lara_mini", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text")
+NARROW = ("glm5_next", "kimi_linear", "lara_mini", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text")
 DRIVEN = [(family, "float32") for family in sorted(FAMILIES)] + [(family, "bfloat16") for family in NARROW]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from milepost.errors import ModelConfigError
 from milepost.model.config import ModelConfig
-from milepost.model.families import falcon, granite, kimi, lara, lfm, minimax, nemotron, olmo, qwen
+from milepost.model.families import falcon, glm, granite, kimi, lara, lfm, minimax, nemotron, olmo, qwen
 from milepost.model.families.family import Family
 from milepost.model.families.fields import Fields, weight_block
 
@@ -21,6 +21,7 @@ EVERYWHERE = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (
 FAMILIES: Mapping[str, Family] = {
     **qwen.FAMILIES,
     **kimi.FAMILIES,
+    **glm.FAMILIES,
     **nemotron.FAMILIES,
     **granite.FAMILIES,
     **falcon.FAMILIES,

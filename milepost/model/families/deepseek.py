@@ -1,16 +1,19 @@
 """Parts that several families took from DeepSeek's models: latent attention, and a sigmoid router with groups."""
 
+from typing import Any
+
 import torch
 
 from milepost.model.config import SIGMOID, LatentSpec, MoeSpec
 from milepost.model.families.fields import Fields, rope
-from milepost.model.mixers import LatentAttention
+from milepost.model.mixers import AsBefore, Everything, Indexer, LatentAttention
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader
 
 
 def latent_attention(maker: Maker, read: Reader, index: int) -> LatentAttention:
     """Names as in DeepSeek's models. Rotary dimensions come in pairs; here they lie in two halves."""
+    indexer, query, inputs = _indexer(maker, read.under("indexer"), index)
     spec, hidden = maker.config.attention, maker.config.hidden_size
     width = spec.heads * spec.key_dim
     if spec.q_rank:
@@ -30,17 +33,37 @@ def latent_attention(maker: Maker, read: Reader, index: int) -> LatentAttention:
     return LatentAttention(
         spec=spec,
         index=index,
-        projection=maker.linear(first, kv, *gate),
+        projection=maker.linear(first, kv, *gate, *inputs),
         q_norm=maker.norm(read("q_a_layernorm.weight", spec.q_rank)) if spec.q_rank else None,
-        q_up=maker.linear(q) if spec.q_rank else None,
+        q_up=maker.linear(q, *query) if spec.q_rank else None,
         norm=maker.norm(read("kv_a_layernorm.weight", spec.rank)),
         expand=maker.matrix(expand.unflatten(0, (spec.heads, -1))),
         output=maker.linear(read("o_proj.weight", hidden, spec.heads * spec.value_dim)),
         kernels=maker.kernels,
+        indexer=indexer,
     )
 
 
-def sigmoid_moe(fields: Fields, **more) -> MoeSpec:
+def _indexer(maker: Maker, read: Reader, index: int) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+    """(indexer, what makes its query of the low-rank q, what makes its inputs)."""
+    spec, hidden = maker.config.attention.index, maker.config.hidden_size
+    if spec is None or index in spec.shared:
+        return Everything() if spec is None else AsBefore(), [], []
+    query = read("wq_b.weight", spec.heads * spec.dim, maker.config.attention.q_rank)
+    key = read("wk.weight", spec.dim, hidden)
+    gate = read("index_kpool_compress_gate", spec.dim, hidden)
+    weights = read("weights_proj.weight", spec.heads, hidden)
+    indexer = Indexer(
+        spec=spec,
+        norm=maker.vector(read("k_norm.weight", spec.dim)),
+        bias=maker.vector(read("k_norm.bias", spec.dim)),
+        place=maker.vector(read("index_kpool_compress_ape", spec.group, spec.dim)),
+        kernels=maker.kernels,
+    )
+    return indexer, [query], [key, gate, weights]
+
+
+def sigmoid_moe(fields: Fields, scale: float = 1.0, **more) -> MoeSpec:
     """A sigmoid router with a bias for the choice, and groups; field names differ a little between families."""
     experts = fields.size(fields.first("num_experts", "n_routed_experts", "num_local_experts"))
     groups = fields.size(fields.first("num_expert_group", "n_group"), 1)
@@ -57,7 +80,7 @@ def sigmoid_moe(fields: Fields, **more) -> MoeSpec:
         biased=True,
         groups=groups,
         groups_kept=fields.size("topk_group", groups),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        scale=fields.number("routed_scaling_factor", scale),
         epsilon=1e-20,
         wide_router=True,
     )
@@ -66,10 +89,10 @@ def sigmoid_moe(fields: Fields, **more) -> MoeSpec:
     return spec
 
 
-def latent_spec(fields: Fields, rotary: bool) -> LatentSpec:
+def latent_spec(fields: Fields, rotary: bool, **more) -> LatentSpec:
     heads = fields.size("num_attention_heads")
     fields.only("num_key_value_heads", heads)
-    width = fields.size("qk_rope_head_dim")
+    width = fields.size("qk_rope_head_dim", least=int(rotary))
     rotary_dim, theta = rope(fields, width, theta=6e6) if rotary else (0, 1.0)
     spec = LatentSpec(
         heads=heads,
@@ -81,6 +104,7 @@ def latent_spec(fields: Fields, rotary: bool) -> LatentSpec:
         rotary_dim=rotary_dim,
         rope_theta=theta,
         gated=rotary,
+        **more,
     )
     fields.ignore("qk_head_dim", "head_dim")
     return spec

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.model import parts
-from milepost.model.config import ModelConfig
+from milepost.model.config import LayerSpec, ModelConfig
 from milepost.model.families.fields import Fields
 from milepost.model.parts import Half, Maker
+from milepost.model.stream import Join
 from milepost.model.weights import Reader
 
 Part = Callable[[Maker, Reader, int], Half]
@@ -33,6 +34,14 @@ class Names:
     attention: str = "self_attn"
     mlp: str = "mlp"
     post_norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def join(maker: Maker, read: Reader, names: Names, layer: LayerSpec, which: int) -> Join:
+    """How the layer's first (0) or second (1) half joins a sum."""
+    name = names.post_norms[which] if layer.post_norm else (names.mixer_norm, names.mlp_norm)[which]
+    norm = maker.norm(read(f"{name}.weight", maker.config.hidden_size))
+    norms = (None, norm) if layer.post_norm else (norm, None)
+    return Join(*norms, layer.scales[which], layer.restarts[which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class Family:
     window: Part = parts.window
     dense: Part = parts.dense
     moe: Part = parts.moe
+    join: Callable[[Maker, Reader, Names, LayerSpec, int], Any] = join
     names: Names = Names()
     renames: tuple[tuple[str, str], ...] = ()
     offset: float = 0.0

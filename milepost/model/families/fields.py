@@ -179,7 +179,9 @@ def whole_model(fields: Fields, layers: list[LayerSpec], **parts: Any) -> ModelC
         window=parts.pop("window") if any(WINDOW in layer.kinds for layer in layers) else None,
         intermediate_size=parts.pop("intermediate_size", None) or _intermediate(fields, DENSE in mlps),
         moe=parts.pop("moe") if MOE in mlps else None,
-        rms_norm_eps=fields.number(fields.first("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-6),
+        rms_norm_eps=fields.number(
+            fields.first("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), parts.pop("eps", 1e-6)
+        ),
         tie_word_embeddings=fields.flag(fields.first("tie_word_embeddings", "tie_embedding"), parts.pop("tied", False)),
         max_position_embeddings=fields.size(fields.first("max_position_embeddings", "model_max_length"), 32768),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),

@@ -1,5 +1,7 @@
 """Kimi-Linear and Ling 3 (`bailing_hybrid`): KDA with latent attention, experts behind a sigmoid router."""
 
+from functools import partial
+
 import torch
 
 from milepost.model.config import DENSE, MOE, SIGMOID, GatedDeltaSpec, LayerSpec, ModelConfig
@@ -13,13 +15,16 @@ from milepost.model.weights import Reader
 _MLPS = {"dense": DENSE, "sparse": MOE}
 
 
-def _kda(maker: Maker, read: Reader, index: int) -> GatedDelta:
-    """Separate projections; z and the decay through a bottleneck (g_a, g_b; f_a, f_b) or directly (g, f)."""
+def kda(maker: Maker, read: Reader, index: int, bottleneck: bool = True, flat: bool = True) -> GatedDelta:
+    """Separate projections; z and the decay through a bottleneck (g_a, g_b; f_a, f_b) or directly (g, f).
+
+    flat: A_log is stored as a vector.
+    """
     config = maker.config
     spec, hidden, width = config.linear, config.hidden_size, config.linear.key_width
     qkv = [read(f"{name}_proj.weight", width, hidden) for name in "qkv"]
     b = read("b_proj.weight", spec.value_heads, hidden)
-    low = spec.value_dim if _through_bottleneck(config) else None
+    low = spec.value_dim if bottleneck else None
     if low is None:
         z, a = (read(f"{name}_proj.weight", width, hidden) for name in "gf")
         projection, low_rank = maker.linear(*qkv, z, b, a), None
@@ -27,8 +32,8 @@ def _kda(maker: Maker, read: Reader, index: int) -> GatedDelta:
         inward = [read(f"{name}_a_proj.weight", low, hidden) for name in "gf"]
         projection = maker.linear(*qkv, b, *inward)
         low_rank = tuple(maker.linear(read(f"{name}_b_proj.weight", width, low)) for name in "gf")
+    rate = read("A_log", *((spec.value_heads,) if flat else (1, 1, spec.value_heads, 1)))
     conv = torch.cat([read(f"{name}_conv1d.weight", width, 1, spec.kernel) for name in "qkv"])
-    rate = read("A_log", *((1, 1, spec.value_heads, 1) if low else (spec.value_heads,)))
     return GatedDelta(
         spec=spec,
         index=index,
@@ -45,11 +50,7 @@ def _kda(maker: Maker, read: Reader, index: int) -> GatedDelta:
     )
 
 
-def _through_bottleneck(config: ModelConfig) -> bool:
-    return config.model_type == "kimi_linear"
-
-
-def _mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
+def mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
     count, dense = fields.size("num_hidden_layers"), fields.size("first_k_dense_replace", first_dense, least=0)
     fields.only("moe_layer_freq", 1)
     listed = fields.get("mlp_layer_types", ["dense" if i < dense else "sparse" for i in range(count)])
@@ -58,27 +59,31 @@ def _mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
     return [_MLPS[kind] for kind in listed]
 
 
-def _both(mixers: list[str], mlps: list[str]) -> list[LayerSpec]:
+def both(mixers: list[str], mlps: list[str]) -> list[LayerSpec]:
     return [LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
 
 
-def _read_kimi(fields: Fields) -> ModelConfig:
+def kda_fields(fields: Fields) -> tuple[list[str] | None, tuple[int, int, int, int, int], Fields]:
+    """(the mixers, if they are listed so, sizes for a GatedDeltaSpec, what else `linear_attn_config` says)."""
     said = fields.inner("linear_attn_config")
     full = said.get("full_attn_layers")  # counted from 1
-    listed = None
-    if full is not None:
-        kinds, count = list(KINDS), fields.size("num_hidden_layers")
-        listed = [kinds[i + 1 in full] for i in range(count)]
     said.ignore("kda_layers")
     heads = said.size("num_heads", fields.get("linear_num_heads"))
     dim = said.size("head_dim", fields.get("linear_head_dim"))
     kernel = said.size("short_conv_kernel_size", fields.get("linear_conv_kernel_dim", 4), least=2)
+    kinds, count = list(KINDS), fields.size("num_hidden_layers")
+    listed = None if full is None else [kinds[i + 1 in full] for i in range(count)]
+    return listed, (heads, heads, dim, dim, kernel), said
+
+
+def _read_kimi(fields: Fields) -> ModelConfig:
+    listed, sizes, said = kda_fields(fields)
     said.check_all_asked()
     fields.ignore("rope_theta", "rope_scaling")  # no layer has rotary positions
     return whole_model(
         fields,
-        _both(layer_kinds(fields, listed), _mlp_kinds(fields, 1)),
-        linear=GatedDeltaSpec(heads, heads, dim, dim, kernel, channel_gates=True, gate=SIGMOID),
+        both(layer_kinds(fields, listed), mlp_kinds(fields, 1)),
+        linear=GatedDeltaSpec(*sizes, channel_gates=True, gate=SIGMOID),
         attention=latent_spec(fields, rotary=False),
         moe=sigmoid_moe(fields),
     )
@@ -96,7 +101,7 @@ def _read_bailing(fields: Fields) -> ModelConfig:
     kinds = list(KINDS)
     return whole_model(
         fields,
-        _both(layer_kinds(fields, [kinds[(i + 1) % group == 0] for i in range(count)]), _mlp_kinds(fields, 2)),
+        both(layer_kinds(fields, [kinds[(i + 1) % group == 0] for i in range(count)]), mlp_kinds(fields, 2)),
         linear=GatedDeltaSpec(
             heads, heads, dim, dim, kernel, channel_gates=True, bound=float(bound) if safe else None, gate=SIGMOID
         ),
@@ -128,9 +133,20 @@ _ABOUT_BAILING = About("KDA", "MLA, gated", _MLP, ("ling-3.0-flash",), _OF_KDA)
 
 FAMILIES = {
     "kimi_linear": Family(
-        _read_kimi, _kda, latent_attention, names=_NAMES, renames=_RENAMES, only=_KIMI_ONLY, about=_ABOUT_KIMI
+        _read_kimi,
+        partial(kda, flat=False),
+        latent_attention,
+        names=_NAMES,
+        renames=_RENAMES,
+        only=_KIMI_ONLY,
+        about=_ABOUT_KIMI,
     ),
     "bailing_hybrid": Family(
-        _read_bailing, _kda, latent_attention, names=_NAMES, renames=_BAILING, about=_ABOUT_BAILING
+        _read_bailing,
+        partial(kda, bottleneck=False),
+        latent_attention,
+        names=_NAMES,
+        renames=_BAILING,
+        about=_ABOUT_BAILING,
     ),
 }

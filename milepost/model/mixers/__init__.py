@@ -11,12 +11,23 @@ import torch
 from milepost.model.memory import Memory
 from milepost.model.mixers.attention import Attention
 from milepost.model.mixers.gated_delta import GatedDelta
+from milepost.model.mixers.indexer import AsBefore, Everything, Indexer
 from milepost.model.mixers.latent import LatentAttention
 from milepost.model.mixers.scan import Scan
 from milepost.model.mixers.short_conv import ShortConv
 from milepost.model.work import Work
 
-__all__ = ["Attention", "GatedDelta", "LatentAttention", "Parallel", "Scan", "ShortConv"]
+__all__ = [
+    "AsBefore",
+    "Attention",
+    "Everything",
+    "GatedDelta",
+    "Indexer",
+    "LatentAttention",
+    "Parallel",
+    "Scan",
+    "ShortConv",
+]
 
 
 @dataclass
