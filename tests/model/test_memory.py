@@ -40,6 +40,18 @@ def test_a_documented_model():
     assert memory.conv.dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_glm_in_its_own_size():
+    """transformers' defaults are GLM-5.3-Flash; slot as in section 2.2, a row with an index key and its gate of 128."""
+    import transformers
+
+    config = load_model_config(transformers.Glm5NextTextConfig(index_kpool=4).to_dict())
+    memory = Memory(config, 2, 3, kv_dtype=torch.bfloat16, device="meta")
+    assert memory.slot_bytes == 147_619_840
+    assert memory.row_bytes == 11_264 + 11 * 2 * 128 * 2
+    assert config.attention.index.kept == 512
+
+
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("conv", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16])
