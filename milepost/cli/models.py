@@ -88,7 +88,7 @@ def folder(path: Path) -> dict[str, Any]:
     parts = {"linear": config.linear and config.linear.state}
     parts |= {kind: attention.kv for kind, attention in config.attentions.items()}
     return {
-        **figures(model, Formats(model.state_dtype, dtype, dtype)),
+        **figures(model, Formats(model.state_dtype, dtype, dtype, own_index=True)),
         "model_types": [config.model_type],
         "context": config.max_position_embeddings,
         "mlps": dict(Counter(layer.mlp for layer in config.layers)),
@@ -104,7 +104,7 @@ def folder(path: Path) -> dict[str, Any]:
 def figures(model: Model, formats: Formats) -> dict[str, Any]:
     """Layers by kind and bytes by part, of the whole model on one rank."""
     footprint = measure(model, Layout(), formats)
-    index = model.count(Part.KV) * model.index.row_bytes() if model.index else 0
+    index = model.count(Part.KV) * geometry.index_bytes(model, formats)
     keys = round((footprint.row - index) * footprint.key_share)
     parts = {"keys": keys, "values": footprint.row - index - keys, "index": index}
     if not isinstance(model.attention, Grouped):

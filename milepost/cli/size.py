@@ -334,7 +334,7 @@ def _demand(values: dict[str, Any]) -> sizing.Demand | None:
         if values[flag] is not None:
             name = f"--{flag.replace('_', '-')}"
             raise ConfigError(name, values[flag], "is what --concurrency asks for; leave one out", values[flag])
-    return sizing.Demand(running, context, sessions)
+    return sizing.Demand(running, context, sessions, values["chunked_prefill_size"])
 
 
 def _host(values: dict[str, Any]) -> tuple[float | None, int | None, int | None]:

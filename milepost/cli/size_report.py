@@ -69,7 +69,8 @@ def size_answers(setup: Setup) -> dict[str, Any]:
     shown = answer if answer.fits or answer.best is None else sizing.invert(setup.budget, setup.costs, answer.best)
     found = dict(shown.flags)
     slots, running = found.get("--max-mamba-cache-size"), found.get("--max-running-requests")
-    wish = replace(setup.wish, slots=slots, running=running)
+    ratio = found.get("--swa-full-tokens-ratio", setup.wish.window_ratio)
+    wish = replace(setup.wish, slots=slots, running=running, window_ratio=ratio)
     pools = sizing.size(setup.budget, setup.costs, wish)
     shown_flags = {name: str(value) for name, value in found.items()}
     rows = [

@@ -332,10 +332,7 @@ def measure(model: Model, layout: Layout, formats: Formats) -> Footprint:
 
 def layer_row_bytes(model: Model, layout: Layout, formats: Formats) -> tuple[int, float]:
     """Bytes of a token's KV in one full-attention layer, and the share of keys (0: one latent)."""
-    attention, extra = model.attention, 0
-    if model.index is not None:
-        own = kv_bytes(model.index.unpooled, formats.kv)
-        extra = own if formats.own_index else model.index.row_bytes(formats.index_pool)
+    attention, extra = model.attention, index_bytes(model, formats)
     if attention is None:
         return extra, 0.0
     if isinstance(attention, Latent):
@@ -344,6 +341,15 @@ def layer_row_bytes(model: Model, layout: Layout, formats: Formats) -> tuple[int
         return kv_bytes(attention.rank + attention.rope, formats.kv) + extra, 0.0
     keys, values = attention.key_elements(layout.ranks), attention.value_elements(layout.ranks)
     return _grouped_bytes(attention, layout.ranks, formats.kv) + extra, keys / (keys + values)
+
+
+def index_bytes(model: Model, formats: Formats) -> int:
+    """Bytes of a token's index key in one full-attention layer; 0 without an index."""
+    if model.index is None:
+        return 0
+    return (
+        kv_bytes(model.index.unpooled, formats.kv) if formats.own_index else model.index.row_bytes(formats.index_pool)
+    )
 
 
 def kv_bytes(elements: int, dtype: str) -> int:

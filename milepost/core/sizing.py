@@ -144,13 +144,24 @@ def _rows(left: int, costs: Costs, wish: Wish) -> tuple[int, Windows, tuple[str,
         rows = (left - worst * window) // costs.row // page * page
     else:
         rows = floor(left / (costs.row + ratio * window)) // page * page
-    rows, notes = max(0, rows), ()
-    if wish.tokens is not None:
-        if wish.tokens > rows:
-            text = f"--max-total-tokens {wish.tokens} is more than the {rows} tokens there is memory for: ignored"
-            return rows, _windows(rows, ratio, worst, costs), (text,)
+    rows, notes = max(0, rows), list[str]()
+    if wish.tokens is not None and wish.tokens > rows:
+        notes = [f"--max-total-tokens {wish.tokens} is more than the {rows} tokens there is memory for: ignored"]
+    elif wish.tokens is not None:
         rows = wish.tokens // page * page
-    return rows, _windows(rows, ratio, worst, costs), notes
+    if not window:
+        return rows, Windows(), tuple(notes)
+    least = _window_rows(costs)
+    windows = Windows(worst or floor(rows * ratio) // page * page, costs.footprint.window_size)
+    if windows.rows >= least:
+        return rows, windows, tuple(notes)
+    works = Fraction(least * costs.row, max(1, left - least * window)) if wish.tokens is None else Fraction(least, rows)
+    works *= 1 + Fraction(page, least)  # rows come in whole pages
+    if not ratio < works <= 1:
+        return 0, windows, ()
+    needed = "the window and a page" if costs.windows == 1 else f"{costs.windows} windows and a page"
+    allowed = f"leaves {windows.rows} window rows; at least {least} are needed, more than {needed}"
+    raise ConfigError("--swa-full-tokens-ratio", float(ratio), allowed, f"{_round_up(works):g}")
 
 
 def _worst_windows(costs: Costs, wish: Wish) -> int | None:
@@ -163,18 +174,9 @@ def _worst_windows(costs: Costs, wish: Wish) -> int | None:
     return -(-(running * each + 2 * wish.chunked_prefill + costs.page) // costs.page) * costs.page
 
 
-def _windows(rows: int, ratio: Fraction, worst: int | None, costs: Costs) -> Windows:
-    if not costs.footprint.window_row:
-        return Windows()
-    windows = worst if worst is not None else floor(rows * ratio) // costs.page * costs.page
-    reach = costs.footprint.window_size
-    least = costs.windows * reach + costs.page
-    if windows <= least:
-        works = min(1.0, _round_up(Fraction(least + 2 * costs.page, max(rows, 1))))
-        needed = "the window and a page" if costs.windows == 1 else f"{costs.windows} windows and a page"
-        allowed = f"leaves {windows} window rows; more than {least} are needed, {needed}"
-        raise ConfigError("--swa-full-tokens-ratio", float(ratio), allowed, f"{works:g}")
-    return Windows(windows, reach)
+def _window_rows(costs: Costs) -> int:
+    """The least rows of a window pool, in whole pages: more than the windows of one request and a page."""
+    return ((costs.windows * costs.footprint.window_size) // costs.page + 2) * costs.page
 
 
 def _without_states(budget: int, costs: Costs, wish: Wish) -> Pools:
@@ -198,18 +200,22 @@ def running_limit(wanted: int | None, slots: int, rows: int, context: int, reser
     return min(by_rows, slots // reserved), by_rows
 
 
-def smallest_budget(costs: Costs, slots: int, drafting: int = 1) -> int:
-    """Bytes for `slots` slots and the least KV that lets a request run."""
-    windows = 2 * (costs.windows * costs.footprint.window_size + 2 * costs.page) * costs.footprint.window_row
+def smallest_budget(costs: Costs, slots: int, wish: Wish, drafting: int = 1) -> int:
+    """Bytes for `slots` slots and the least KV that lets a request run, with windows at the wanted ratio."""
     draft_states = costs.draft_states(drafting) if costs.drafts else 0
-    return costs.states(slots) + draft_states + max(costs.page, 2) * costs.row + windows
+    rows, window = max(costs.page, 2), costs.footprint.window_row
+    if window:
+        ratio = Fraction(str(wish.window_ratio))
+        rows = max(rows, ceil((_window_rows(costs) + costs.page) / ratio) + costs.page)
+        window *= max(ceil(rows * ratio), _worst_windows(costs, wish) or 0)
+    return costs.states(slots) + draft_states + rows * costs.row + window
 
 
 def _no_slots(budget: int, costs: Costs, wish: Wish, slots: int) -> ConfigError:
     """Fewer slots than one request takes: name the flag that made them few, and a value that is enough."""
     need = costs.reserved
     reason = f"one running request takes {need} slots of {human(costs.slot)} and a dummy"
-    least = smallest_budget(costs, need)
+    least = smallest_budget(costs, need, wish)
     if least > budget:
         allowed = f"{reason}; at least {human(least)} are needed, or a bfloat16 state, or more GPUs"
         return ConfigError(wish.memory_flag, human(budget), allowed, human(_budget_for(costs, wish, least)))
@@ -225,13 +231,13 @@ def _no_slots(budget: int, costs: Costs, wish: Wish, slots: int) -> ConfigError:
 
 def _no_rows(budget: int, costs: Costs, wish: Wish, slots: int) -> ConfigError:
     """No KV is left: fewer slots, or more memory."""
-    least = smallest_budget(costs, slots, min(_running(costs, wish) or 1, max(1, slots // costs.reserved)))
+    least = smallest_budget(costs, slots, wish, min(_running(costs, wish) or 1, max(1, slots // costs.reserved)))
     fitting = costs.reserved
-    if smallest_budget(costs, fitting) > budget or not costs.slot:
-        least = smallest_budget(costs, fitting)
+    if smallest_budget(costs, fitting, wish) > budget or not costs.slot:
+        least = smallest_budget(costs, fitting, wish)
         allowed = f"is too small for one request; at least {human(least)} are needed"
         return ConfigError(wish.memory_flag, human(budget), allowed, human(_budget_for(costs, wish, least)))
-    most = max(fitting, (budget - smallest_budget(costs, 0, 1)) // costs.slot)
+    most = max(fitting, (budget - smallest_budget(costs, 0, wish)) // costs.slot)
     if wish.slots is not None:
         allowed = f"takes {human(costs.states(slots))} of {human(budget)} and leaves no KV; at most {most} fit"
         return ConfigError("--max-mamba-cache-size", wish.slots, allowed, most * costs.attn_dp)
@@ -384,6 +390,7 @@ class Demand:
     running: int
     context: int
     sessions: int = 0
+    chunk: int = 2048  # of a prefill, whose window rows come on top
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +402,7 @@ class Answer:
     rows: int
     need: int
     have: int
-    flags: tuple[tuple[str, int], ...] = ()
+    flags: tuple[tuple[str, float], ...] = ()
     best: Demand | None = None
 
 
@@ -405,23 +412,33 @@ def invert(budget: int, costs: Costs, demand: Demand) -> Answer:
     Where a request reserves more than one slot and no idle session could give one up, a spare is added: a publish
     takes a slot before it gives one back.
     """
-    slots, rows, need = _need(costs, demand)
+    slots, rows, ratio, need = _need(costs, demand)
     if need > budget:
         return Answer(False, slots, rows, need, budget, best=_best(budget, costs, demand))
-    flags = (("--max-mamba-cache-size", slots * costs.attn_dp), ("--max-running-requests", demand.running))
-    return Answer(True, slots, rows, need, budget, flags if costs.slot else flags[1:], demand)
+    flags: tuple[tuple[str, float], ...] = (("--max-running-requests", demand.running),)
+    if costs.slot:
+        flags = (("--max-mamba-cache-size", slots * costs.attn_dp), *flags)
+    if ratio:
+        flags = (*flags, ("--swa-full-tokens-ratio", ratio))
+    return Answer(True, slots, rows, need, budget, flags, demand)
 
 
-def _need(costs: Costs, demand: Demand) -> tuple[int, int, int]:
-    """Slots, rows and bytes on one rank."""
+def _need(costs: Costs, demand: Demand) -> tuple[int, int, float, int]:
+    """Slots, rows, window rows : rows, and bytes on one rank."""
     running, sessions = -(-demand.running // costs.attn_dp), -(-demand.sessions // costs.attn_dp)
     slots = running * costs.reserved + sessions
     if costs.reserved > 1 and not sessions:
         slots += 1
     rows = max((running + sessions) * _pages(demand.context, costs), costs.page, 2 * running)
-    windows = (running + sessions) * (costs.footprint.window_size + costs.page) if costs.footprint.window_row else 0
-    state = costs.states(slots) + costs.draft_states(running)
-    return slots, rows, state + rows * costs.row + windows * costs.footprint.window_row
+    need = costs.states(slots) + costs.draft_states(running)
+    if not costs.footprint.window_row:
+        return slots, rows, 0.0, need + rows * costs.row
+    windows = (running * costs.windows + sessions) * costs.footprint.window_size + (running + sessions) * costs.page
+    windows = max(windows + demand.chunk, _window_rows(costs))
+    rows = max(rows, _pages(windows, costs))
+    ratio = min(1.0, _round_up(Fraction(windows + costs.page, rows)))
+    token = costs.row + Fraction(str(ratio)) * costs.footprint.window_row
+    return slots, rows, ratio, need + ceil((rows + costs.page) * token)
 
 
 def _best(budget: int, costs: Costs, demand: Demand) -> Demand | None:
@@ -431,7 +448,7 @@ def _best(budget: int, costs: Costs, demand: Demand) -> Demand | None:
         low, high = at_least - 1, getattr(demand, change)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = _need(costs, replace(demand, **fixed, **{change: middle}))[2] <= budget
+            fits = _need(costs, replace(demand, **fixed, **{change: middle}))[-1] <= budget
             low, high = (middle, high) if fits else (low, middle - 1)
         return replace(demand, **fixed, **{change: low}) if low >= at_least else None
 

@@ -26,7 +26,9 @@ def ask(*args):
 
 
 def raw_config(golden) -> dict:
-    return json.loads((golden.folder / "config.json").read_text())
+    """The text model's own, where it is wrapped."""
+    raw = json.loads((golden.folder / "config.json").read_text())
+    return raw.get("text_config", raw)
 
 
 # --- the list -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ store moves a state by at most the dtype's unit of rounding, logits are of order
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,10 +40,7 @@ def journey(driver: Driver) -> torch.Tensor:
     first, kept = driver.sequence(tokens), driver.slot()
     parts = [driver.feed(first, [48, 32]), *driver.run(first.take(40, marks=((SHARED, kept),)))]
     parts.append(driver.feed(first, [1] * 30))
-    second = driver.sequence(others)
-    second.rows = np.concatenate([first.rows[:SHARED], second.rows[SHARED:]])
-    second.at = SHARED
-    driver.memory.copy_slot(kept, second.slot)
+    second = driver.resumed(others, first, SHARED, kept)
     return torch.cat([*parts, driver.feed(second, [20] + [1] * 20)])
 
 
@@ -90,12 +86,11 @@ def test_strict_reuse_with_narrow_states(golden, decoders, dtype):
     """Cold equals resumed bit for bit: strict mode stores the state at each multiple of 64 either way."""
     driver = Driver(decoders(golden.folder), state_dtype=dtype)
     tokens, kept = random_tokens(1, 180), driver.slot()
-    first, second = driver.sequence(tokens), driver.sequence(tokens)
+    first = driver.sequence(tokens)
     expected = torch.cat([*driver.run(first.take(170), strict=True), driver.feed(first, [1] * 10, strict=True)])
-    driver.run(driver.sequence(tokens).take(150, marks=((128, kept),)), strict=True)
-    second.rows = np.concatenate([first.rows[:128], second.rows[128:]])
-    second.at = 128
-    driver.memory.copy_slot(kept, second.slot)
+    marked = driver.sequence(tokens)
+    driver.run(marked.take(150, marks=((128, kept),)), strict=True)
+    second = driver.resumed(tokens, marked, 128, kept)
     resumed = torch.cat([*driver.run(second.take(42), strict=True), driver.feed(second, [1] * 10, strict=True)])
     assert torch.equal(resumed, expected[128:])
 
