@@ -30,6 +30,7 @@ LEAVES_OUT = (
 BINDS = {
     "state": "the state pool",
     "kv": "the KV pool",
+    "windows": "the window pool",
     "max_running_requests": "--max-running-requests",
 }
 
@@ -176,6 +177,7 @@ def _answers(setup: Setup, pools: sizing.Pools) -> dict[str, Any]:
         "conv_bytes": footprint.conv,
         "temporal_bytes": footprint.temporal,
         "row_bytes": costs.row,
+        "window_row_bytes": footprint.window_row,
         "draft_row_bytes": costs.draft_row,
         "exchange_rate": round(costs.slot / costs.row, 1) if costs.row else None,
         "rest_bytes": setup.budget,
@@ -297,7 +299,7 @@ def _pools_table(answers: dict[str, Any]) -> Table:
     table.add_row("KV", tokens, f"{answers['row_bytes']:,}", human(answers["kv_pool_bytes"]))
     if answers["window_tokens"] is not None:
         tokens = f"{answers['window_tokens']:,} tokens"
-        table.add_row("windows", tokens, "", human(answers["window_pool_bytes"]))
+        table.add_row("windows", tokens, f"{answers['window_row_bytes']:,}", human(answers["window_pool_bytes"]))
     return table
 
 
@@ -305,14 +307,15 @@ def _bar(answers: dict[str, Any], width: int) -> Text:
     """Both pools to scale."""
     parts = [
         ("state", answers["state_pool_bytes"] + answers["draft_state_bytes"], "█", "cyan"),
-        ("KV", answers["kv_pool_bytes"] + answers["window_pool_bytes"], "▒", "green"),
+        ("KV", answers["kv_pool_bytes"], "▒", "green"),
+        *([("windows", answers["window_pool_bytes"], "░", "yellow")] * (answers["window_pool_bytes"] > 0)),
     ]
     total = max(1, sum(size for _, size, _, _ in parts))
+    legend = "  " + " : ".join(f"{name} {size / total:.0%}" for name, size, _, _ in parts)
     bar = Text()
     for _name, size, letter, style in parts:
-        bar.append(letter * round(size / total * (width - 24)), style=style)
-    bar.append("  " + " : ".join(f"{name} {size / total:.0%}" for name, size, _, _ in parts))
-    return bar
+        bar.append(letter * round(size / total * (width - len(legend) - 3)), style=style)
+    return bar.append(legend)
 
 
 def _who_binds(answers: dict[str, Any]) -> list[str]:
@@ -320,6 +323,8 @@ def _who_binds(answers: dict[str, Any]) -> list[str]:
     shown = ", ".join(f"{BINDS[name]} {count:,}" for name, count in caps.items())
     subject = BINDS[binds][0].upper() + BINDS[binds][1:]
     lines = [f"{subject} binds at {caps[binds]:,} running requests on a rank ({shown})."]
+    if binds == "windows":
+        lines.append("Raise --swa-full-tokens-ratio, or lower --chunked-prefill-size: a chunk takes window rows too.")
     if binds == "state":
         lines.append(
             "Concurrency-bound: raise --mamba-full-memory-ratio or pin more slots, store states in bfloat16, "

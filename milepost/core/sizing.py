@@ -327,7 +327,8 @@ def caps(costs: Costs, pools: Pools, wish: Wish, context: int | None) -> dict[st
     limits = {"state": pools.slots // costs.reserved} if costs.slot else {}
     limits["kv"] = pools.by_rows if context is None else pools.rows * costs.dcp // max(1, context)
     if pools.windows.reach:
-        limits["windows"] = pools.windows.rows // (costs.windows * pools.windows.reach + costs.page)
+        whole = costs.windows * pools.windows.reach + costs.page
+        limits["windows"] = max(1, (pools.windows.rows - wish.chunked_prefill) // whole)
     running = _running(costs, wish)
     if context is None and running is not None and pools.by_rows == running:
         limits["kv"] = max(pools.rows * costs.dcp // 2, running)

@@ -178,6 +178,20 @@ def test_inverse_and_back():
     assert abs(ratio["state_slots"] - 112) <= 1
 
 
+def test_three_pools():
+    """Lara 4 Mini: 13 window layers of 4 KV heads of 128, keys and values in two bytes, the last 512 tokens."""
+    args = "--model lara-4-mini --rest-memory 2GiB"
+    answers = ask(args)
+    windows = answers["window_tokens"]
+    assert (answers["window_row_bytes"], windows) == (13 * 2 * 4 * 128 * 2, int(answers["kv_tokens"] * 0.8))
+    assert answers["caps"]["windows"] == (windows - 2048) // 513 < answers["caps"]["state"]
+    text = run(args)
+    assert f"The window pool binds at {answers['caps']['windows']} running requests" in text
+    assert "--swa-full-tokens-ratio" in text and f"windows  {windows:,} tokens" in text
+    inverse = ask(f"{args} --concurrency 4 --context 4096 --sessions 12")["inverse"]
+    assert inverse["fits"] and 16 * 513 + 2048 <= inverse["flags"]["--swa-full-tokens-ratio"] * 16 * 4096 < 11_000
+
+
 def test_an_honest_no():
     args = f"{GLM} --rest-memory 62.45GiB --concurrency 16 --context 131072 --sessions 100"
     inverse = ask(args)["inverse"]
