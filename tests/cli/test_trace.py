@@ -100,6 +100,23 @@ def test_generate_and_replay(tmp_path):
     assert "--seed -1" in refused("trace", "generate", "chat", tmp_path / "x", "--seed", -1)
 
 
+def test_replay_with_windows(tmp_path):
+    """A third pool that is roomy changes nothing; a small one costs reuse, and the reason is named."""
+    out = tmp_path / "made.jsonl"
+    run("trace", "generate", "chat", out, "--set", "sessions=4", "--set", "turns=3", "--set", "turns_spread=0")
+    shown = []
+    for ratio in (None, "1", "0.02"):
+        more = [] if ratio is None else ["--sliding-window", "512", "--swa-full-tokens-ratio", ratio]
+        shown.append(json.loads(run("replay", out, *POOLS, *more, "--sequential", "--json").stdout))
+    plain, roomy, tight = (figures["hit_rate"] for figures in shown)
+    assert roomy >= plain > tight
+    pressed = [figures["missed"].get("evicted under window pressure", 0) for figures in shown]
+    assert pressed[:2] == [0, 0] and pressed[2] > 0
+    assert "--sliding-window 0: must be at least 1" in refused("replay", out, *POOLS, "--sliding-window", "0")
+    tiny = refused("replay", out, *POOLS, "--sliding-window", "512", "--swa-full-tokens-ratio", "0.0001")
+    assert "--swa-full-tokens-ratio 0.0001: leaves" in tiny and "more than 512 are needed" in tiny
+
+
 def test_replay_reads_block_traces(source):
     """The second request leaves a state where it left the first; a fourth finds it."""
     with source.open("a") as file:

@@ -7,12 +7,26 @@ import numpy as np
 import pytest
 
 from milepost.core import models
+from milepost.core.checkpoint import Reason
 from milepost.core.geometry import Formats, Layout, measure
-from milepost.core.sizing import Costs, Wish
+from milepost.core.sizing import GIB, Costs, Wish, size
+from milepost.core.window import Windows
 from milepost.sim.advice import advise
 from milepost.sim.cost import ConstantSpeed
 from milepost.sim.lanes import LaneRules
-from milepost.sim.planner import Candidate, Judged, Outcome, Search, Traffic, candidates, front, pick, replay, shortlist
+from milepost.sim.planner import (
+    STRATEGIES,
+    Candidate,
+    Judged,
+    Outcome,
+    Search,
+    Traffic,
+    candidates,
+    front,
+    pick,
+    replay,
+    shortlist,
+)
 from milepost.sim.trace import Blocks, Trace, Turn
 
 BUDGET = int(62.4472 * 2**30)
@@ -118,6 +132,31 @@ def test_too_few_slots_cost_reuse_and_the_reason_is_named():
     bad = replay(tight, traffic(), 0)
     assert bad.missed["evicted under state pressure"] > bad.missed.get("evicted under KV pressure", 0)
     assert replay(replace(tight, slots=1, limit=1), traffic(), 0).waited["state pool"] > 0
+
+
+def test_candidates_of_a_model_with_windows():
+    """Window ratios are tried too, what is pasted gives the pools that were replayed, level 2 keeps chunk ends."""
+    lara = Costs(measure(models.find("lara-4-mini"), Layout(), Formats()), 1)
+    found = candidates(8 * GIB, lara, Wish(context=131_072))
+    flag = "--swa-full-tokens-ratio"
+    assert {c.flags()[flag] for c in found} == {"0.1", "0.3", "0.8"}
+    assert len({c.name for c in found}) == len(found)
+    for c in found:
+        strategy = STRATEGIES[c.strategy]
+        own = replace(lara, reserved=strategy.reserved, page=strategy.page, windows=strategy.windows)
+        wish = Wish(slots=c.slots, running=c.limit, window_ratio=float(c.flags()[flag]))
+        pools = size(8 * GIB, own, wish)
+        assert (pools.slots, pools.rows, pools.windows) == c.pools and c.windows.reach == 512
+        assert Reason.CHUNK in c.reasons or "," in c.at
+
+
+def test_too_few_windows_cost_reuse_and_the_reason_is_named():
+    roomy = Candidate("exact", "2", 1, 200, 900_000, 0.3, 40, windows=Windows(400_000, 512))
+    tight = replace(roomy, windows=Windows(12_000, 512))
+    good, bad = replay(roomy, traffic(), 0), replay(tight, traffic(), 0)
+    assert good.missed.get("evicted under window pressure", 0) == 0
+    assert bad.missed["evicted under window pressure"] > bad.missed.get("evicted under state pressure", 0)
+    assert bad.waited["window pool"] > 0
 
 
 def test_advice_from_a_search():
