@@ -114,11 +114,17 @@ class GatedDeltaSpec(LinearSpec):
     """
 
     normalized = True
+    norm = NORM_FIRST
 
     channel_gates: bool = False
     bound: float | None = None
     beta_scale: float = 1.0
     gate: str = SILU
+
+    @property
+    def norm_groups(self) -> int:
+        """Parts of the output that are normed each alone: its heads."""
+        return self.value_heads
 
     @property
     def gates(self) -> int:

@@ -1,14 +1,36 @@
 """NumbaKernels: the compiled loops of `numba_*.py` behind the interface of `kernels.py`."""
 
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from milepost.model import numba_attention, numba_recurrent, numba_streams
+from milepost.model import numba_attention, numba_experts, numba_recurrent, numba_streams
 from milepost.model import numba_elementwise as elementwise
-from milepost.model.config import GATE_FIRST, NO_NORM, SILU, IndexSpec, LatentSpec, LinearSpec, StreamsSpec
-from milepost.model.kernels import AttentionWeights, ChunkTerms, ConvWeights, DeltaWeights, ScanWeights, TorchKernels
+from milepost.model.config import (
+    GATE_FIRST,
+    NO_NORM,
+    RELU2,
+    SILU,
+    IndexSpec,
+    LatentSpec,
+    LinearSpec,
+    StreamsSpec,
+)
+from milepost.model.kernels import (
+    AttentionWeights,
+    ChunkTerms,
+    DeltaWeights,
+    ExpertWeights,
+    RecurrentWeights,
+    ScanWeights,
+    TorchKernels,
+)
 from milepost.model.work import DecodeRows, DecodeWork
 
 Tensor = torch.Tensor
@@ -19,37 +41,71 @@ def _array(tensor: Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
+def _call(kernel: Callable, *arguments: Any) -> None:
+    """Run a compiled kernel on tensors, numbers, and tuples of them."""
+    kernel(*(_native(argument) for argument in arguments))
+
+
+def _native(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _array(argument)
+    if isinstance(argument, tuple):
+        return tuple(_native(part) for part in argument)
+    return np.float32(argument) if isinstance(argument, float) else argument
+
+
 _WORTH_SPREADING = 1 << 15  # elements
+_FEW = 16  # tokens of an expert, up to which one pass over its weights beats a product for each expert
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_... of malloc.h
 _NATIVE = (torch.float32, torch.bfloat16)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what one layer frees for the next, instead of giving it back and having new pages cleared.
+
+    That took up to a fifth of a prefill. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc allows
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
 class NumbaKernels(TorchKernels):
     """Compiled loops for tensors in CPU memory. Memory that is neither float32 nor bfloat16 takes TorchKernels' way."""
 
     def __init__(self) -> None:
+        _keep_freed_memory()
         self._threads = torch.get_num_threads()
-        elementwise.set_threads(self._threads)
+        self._using = (0, 0)  # thread, and how many threads its kernels use
+        self.enter()
         # Both share one OpenMP pool, and starting numba's threads resets the count that torch had set.
         torch.set_num_threads(self._threads)
 
     def enter(self) -> None:
-        """The number of threads is kept per thread; the engine may run in another than the one that loaded."""
-        elementwise.set_threads(self._threads)
+        self._use(self._threads)
+
+    def _use(self, count: int) -> None:
+        """Set the number of threads, which numba keeps per thread: the engine may run in another than the loader's."""
+        using = threading.get_ident(), count
+        if using != self._using:
+            elementwise.set_threads(count)
+            self._using = using
 
     def _spread(self, work: Tensor) -> None:
         """All threads for much elementwise work, one for little: waking and awaiting the others costs more."""
-        elementwise.set_threads(self._threads if work.numel() > _WORTH_SPREADING else 1)
+        self._use(self._threads if work.numel() > _WORTH_SPREADING else 1)
 
     def add_norm(self, stream: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(stream)
         self._spread(stream)
-        elementwise.add_norm(_array(stream), _array(delta), _array(weight), np.float32(eps), _array(out))
+        _call(elementwise.add_norm, stream, delta, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         self._spread(gate_up)
-        elementwise.silu_mul(_array(gate_up), _array(out))
+        _call(elementwise.silu_mul, gate_up, out)
         return out
 
     def read_streams(
@@ -59,18 +115,43 @@ class NumbaKernels(TorchKernels):
         x, write = streams.new_empty((len(streams), streams.shape[2])), torch.empty((len(streams), n))
         between = torch.empty((len(streams), n, n))
         self._spread(streams)
-        numba_streams.read_streams_for(n)(
-            *(_array(t) for t in (streams, made, norm)),
-            (np.float32(eps), np.float32(spec.eps), spec.rounds),
-            *(_array(t) for t in (x, write, between)),
-        )
+        numbers = eps, spec.eps, spec.rounds
+        _call(numba_streams.read_streams_for(n), streams, made, norm, numbers, x, write, between)
         return x, write, between
 
     def write_streams(self, streams: Tensor, y: Tensor, write: Tensor, between: Tensor) -> None:
         self._spread(streams)
-        numba_streams.write_streams_for(streams.shape[1])(*(_array(t) for t in (streams, y, write, between)))
+        _call(numba_streams.write_streams_for(streams.shape[1]), streams, y, write, between)
 
-    def convolve(self, layer: ConvWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, layer: ExpertWeights, logits: Tensor) -> tuple[Tensor, Tensor]:
+        spec = layer.spec
+        chosen = torch.empty((len(logits), spec.per_token), dtype=torch.int64)
+        weights = torch.empty(chosen.shape)
+        self._spread(logits)
+        sizes, numbers = (spec.groups, spec.groups_kept), (float(spec.epsilon), float(spec.scale))
+        kind = spec.scoring == "softmax", spec.normalize
+        _call(numba_experts.route, logits, layer.bias, *kind, sizes, numbers, chosen, weights)
+        return chosen, weights
+
+    def experts(
+        self, layer: ExpertWeights, x: Tensor, chosen: Tensor, weights: Tensor, fixed_rows: int | None
+    ) -> Tensor:
+        if chosen.numel() > _FEW * len(layer.up):
+            return super().experts(layer, x, chosen, weights, fixed_rows)
+        out = torch.empty_like(x)
+        self.enter()
+        gated = layer.activation != RELU2
+        limit = float("inf") if layer.limit is None else layer.limit
+        _call(numba_experts.experts, x.float(), chosen, weights, (layer.up, layer.down), (gated, limit), out)
+        return out
+
+    def combine(self, y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        out = y.new_empty((len(weights), y.shape[1]))
+        self._spread(y)
+        _call(numba_experts.combine, y, order, weights, out)
+        return out
+
+    def convolve(self, layer: RecurrentWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = layer.spec
         count, width = chunks.shape
         q = torch.empty((count, spec.key_heads, width, spec.key_dim))
@@ -78,7 +159,7 @@ class NumbaKernels(TorchKernels):
         v = torch.empty((count, spec.value_heads, width, spec.value_dim))
         self.enter()
         kernel = numba_recurrent.convolve_for(spec.kernel, spec.normalized)
-        kernel(*(_array(t) for t in (ext, chunks, layer.conv_weight, layer.conv_bias, q, k, v)))
+        _call(kernel, ext, chunks, layer.conv_weight, layer.conv_bias, q, k, v)
         return q, k, v
 
     def chunk_terms(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> ChunkTerms:
@@ -93,12 +174,9 @@ class NumbaKernels(TorchKernels):
         solved, queries, keys, scores = _outputs(v, value_dim + key_dim * delta, key_dim)
         decays = torch.empty(v.shape[:2])
         self.enter()
-        numba_recurrent.chunk_terms_for(key_dim, value_dim, delta)(
-            *(_array(t) for t in (q, k, v)),
-            tuple(_array(t) for t in products),
-            tuple(_array(t.contiguous()) for t in (beta, decay)),
-            *(_array(t) for t in (solved, queries, keys, scores, decays)),
-        )
+        kernel = numba_recurrent.chunk_terms_for(key_dim, value_dim, delta)
+        gates = beta.contiguous(), decay.contiguous()
+        _call(kernel, q, k, v, products, gates, solved, queries, keys, scores, decays)
         corrections = solved[..., value_dim:] if delta else None
         return ChunkTerms(solved[..., :value_dim], corrections, queries, keys, scores, decays[..., None])
 
@@ -107,58 +185,28 @@ class NumbaKernels(TorchKernels):
         solved, queries, keys, scores = _outputs(v, value_dim + key_dim, key_dim)
         decays = torch.empty((*v.shape[:2], key_dim))
         self.enter()
-        numba_recurrent.channel_terms_for(key_dim, value_dim)(
-            *(_array(t) for t in (q, k, v)),
-            tuple(_array(t.contiguous()) for t in (beta, decay)),
-            *(_array(t) for t in (solved, queries, keys, scores, decays)),
-        )
+        kernel = numba_recurrent.channel_terms_for(key_dim, value_dim)
+        gates = beta.contiguous(), decay.contiguous()
+        _call(kernel, q, k, v, gates, solved, queries, keys, scores, decays)
         return ChunkTerms(solved[..., :value_dim], solved[..., value_dim:], queries, keys, scores, decays)
 
-    def gated_norm(self, layer: DeltaWeights, x: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
-        self.enter()
-        numba_recurrent.gated_norm_for(x.shape[-1], layer.spec.gate == SILU)(
-            _array(x),
-            _array(place),
-            _array(projected),
-            layer.spec.channels,
-            _array(layer.norm),
-            np.float32(layer.eps),
-            _array(out),
-        )
-
-    def finish(self, layer: ScanWeights, o: Tensor, projected: Tensor, out: Tensor) -> None:
+    def finish(self, layer: RecurrentWeights, o: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
         spec = layer.spec
         self._spread(o)
         flags = spec.norm == GATE_FIRST, spec.norm != NO_NORM, spec.gate == SILU
-        numba_recurrent.finish_for(*flags)(
-            _array(o),
-            spec.norm_groups,
-            _array(projected),
-            spec.channels,
-            _array(layer.norm),
-            np.float32(layer.eps),
-            _array(out),
-        )
+        arguments = o, place, spec.norm_groups, projected, spec.channels, layer.norm, layer.eps, out
+        _call(numba_recurrent.finish_for(*flags), *arguments)
 
     def delta_step(
-        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor
-    ) -> None:
+        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor
+    ) -> Tensor:
         if conv.dtype not in _NATIVE or temporal.dtype not in _NATIVE:
-            super().delta_step(layer, projected, work, conv, temporal, out)
-            return
+            return super().delta_step(layer, projected, work, conv, temporal)
         spec = layer.spec
-        self.enter()
-        kind = spec.channel_gates, spec.bound is not None, spec.gate == SILU
-        weights = layer.conv_weight, layer.conv_bias, layer.rate, layer.dt_bias, layer.norm
-        numba_recurrent.delta_step_for(*_sizes(spec), *kind)(
-            _array(projected),
-            work.slots,
-            _array(conv),
-            _array(temporal),
-            tuple(_array(t) for t in weights),
-            (np.float32(layer.eps), np.float32(spec.bound or 0), np.float32(spec.beta_scale)),
-            _array(out),
-        )
+        kernel = numba_recurrent.delta_step_for(*_sizes(spec), spec.channel_gates, spec.bound is not None)
+        weights = layer.conv_weight, layer.conv_bias, layer.rate, layer.dt_bias
+        numbers = float(spec.bound or 0), float(spec.beta_scale)
+        return self._step(kernel, spec, projected, work.slots, conv, temporal, weights, numbers)
 
     def scan_step(
         self, layer: ScanWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor
@@ -166,18 +214,14 @@ class NumbaKernels(TorchKernels):
         if conv.dtype not in _NATIVE or temporal.dtype not in _NATIVE:
             return super().scan_step(layer, projected, work, conv, temporal)
         spec = layer.spec
-        out = torch.empty((len(projected), spec.value_width))
-        self.enter()
+        kernel = numba_recurrent.scan_step_for(*_sizes(spec), spec.timed)
         weights = layer.conv_weight, layer.conv_bias, layer.rate, layer.dt_bias, layer.skip
-        numba_recurrent.scan_step_for(*_sizes(spec), spec.timed)(
-            _array(projected),
-            work.slots,
-            _array(conv),
-            _array(temporal),
-            tuple(_array(t) for t in weights),
-            np.float32(spec.step_floor),
-            _array(out),
-        )
+        return self._step(kernel, spec, projected, work.slots, conv, temporal, weights, float(spec.step_floor))
+
+    def _step(self, kernel: Callable, spec: LinearSpec, projected: Tensor, *arguments: Any) -> Tensor:
+        out = torch.empty((len(projected), spec.value_heads, spec.value_dim))
+        self.enter()
+        _call(kernel, projected, *arguments, out)
         return out
 
     def conv_step(self, x: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor) -> Tensor:
@@ -185,8 +229,7 @@ class NumbaKernels(TorchKernels):
             return super().conv_step(x, weight, work, conv)
         out = torch.empty(x.shape)
         self._spread(x)
-        arrays = _array(x), work.slots, _array(conv), _array(weight), _array(out)
-        numba_recurrent.conv_step_for(len(weight))(*arrays)
+        _call(numba_recurrent.conv_step_for(len(weight)), x, work.slots, conv, weight, out)
         return out
 
     def attention_step(
@@ -206,26 +249,17 @@ class NumbaKernels(TorchKernels):
         normed = spec.normed and not spec.wide_norms
         norms = (layer.q_norm, layer.k_norm) if normed else (seen.cos[0], seen.sin[0])  # without norms: never read
         sizes = spec.heads, spec.kv_heads, spec.head_dim
-        numba_attention.attention_step_for(*sizes, spec.gated, normed)(
-            _array(projected),
-            (_array(seen.cos), _array(seen.sin)),
-            seen.rows,
-            seen.offsets,
-            _array(keys),
-            _array(values),
-            tuple(_array(t) for t in norms),
-            np.float32(layer.eps),
-            _array(out),
-        )
+        kernel = numba_attention.attention_step_for(*sizes, spec.gated, normed)
+        turns = seen.cos, seen.sin
+        _call(kernel, projected, turns, seen.rows, seen.offsets, keys, values, norms, layer.eps, out)
 
     def latent_step(self, spec: LatentSpec, query: Tensor, seen: DecodeRows, keys: Tensor) -> Tensor:
         if keys.dtype not in _NATIVE:
             return super().latent_step(spec, query, seen, keys)
         out = torch.empty((*query.shape[:2], spec.rank))
         self.enter()
-        numba_attention.latent_step_for(spec.heads, spec.rank, query.shape[-1])(
-            _array(query), seen.rows, seen.offsets, _array(keys), _array(out)
-        )
+        kernel = numba_attention.latent_step_for(spec.heads, spec.rank, query.shape[-1])
+        _call(kernel, query, seen.rows, seen.offsets, keys, out)
         return out
 
     def pool(self, tokens: Tensor, place: Tensor) -> Tensor:
@@ -233,7 +267,7 @@ class NumbaKernels(TorchKernels):
             return super().pool(tokens, place)
         out = tokens.new_empty((len(tokens), place.shape[1]))
         self._spread(tokens)
-        numba_attention.pool_for(*place.shape)(_array(tokens), _array(place), _array(out))
+        _call(numba_attention.pool_for(*place.shape), tokens, place, out)
         return out
 
     def choose_rows(
@@ -245,9 +279,8 @@ class NumbaKernels(TorchKernels):
         borders = np.append(0, np.cumsum(np.minimum(groups, spec.kept) * spec.group + rest))
         rows = np.empty(borders[-1], np.int32)
         self.enter()
-        numba_attention.choose_rows_for(spec.heads, spec.dim, spec.group)(
-            _array(query), _array(weights), view.rows, view.offsets, _array(values), spec.kept, borders, rows
-        )
+        kernel = numba_attention.choose_rows_for(spec.heads, spec.dim, spec.group)
+        _call(kernel, query, weights, view.rows, view.offsets, values, spec.kept, borders, rows)
         return replace(view, rows=rows, offsets=borders)
 
 

@@ -16,46 +16,48 @@ from milepost.errors import ModelError
 from milepost.model.config import (
     GATE_FIRST,
     NO_NORM,
+    RELU2,
     SILU,
     AttentionSpec,
     GatedDeltaSpec,
     IndexSpec,
     LatentSpec,
     LinearSpec,
+    MoeSpec,
     ScanSpec,
     StreamsSpec,
 )
+from milepost.model.linear import product
 from milepost.model.work import DecodeRows, DecodeWork
 
 Tensor = torch.Tensor
 
 
-class ConvWeights(Protocol):
-    """What `convolve` needs of a recurrent layer; all float32."""
+class RecurrentWeights(Protocol):
+    """What `convolve` and `finish` need of a recurrent layer; all float32."""
 
     spec: LinearSpec
     eps: float
     conv_weight: Tensor  # [kernel, channels], oldest tap first
     conv_bias: Tensor  # [channels]
+    norm: Tensor  # [value width]; of a gated delta layer the same for each head
 
 
-class DeltaWeights(ConvWeights, Protocol):
+class DeltaWeights(RecurrentWeights, Protocol):
     """What `delta_step` needs of a gated delta layer; all float32."""
 
     spec: GatedDeltaSpec
     rate: Tensor  # [value heads], exp(A_log)
     dt_bias: Tensor  # [spec.gates]
-    norm: Tensor  # [value dim]
 
 
-class ScanWeights(ConvWeights, Protocol):
-    """What `scan_step` and `finish` need of a Mamba-2 or Lightning layer; all float32."""
+class ScanWeights(RecurrentWeights, Protocol):
+    """What `scan_step` needs of a Mamba-2 or Lightning layer; all float32."""
 
     spec: ScanSpec
     rate: Tensor  # [value heads]: the log decay is -rate times the step
     dt_bias: Tensor  # [value heads]
     skip: Tensor  # [value heads]
-    norm: Tensor  # [value width]
 
 
 class AttentionWeights(Protocol):
@@ -65,6 +67,17 @@ class AttentionWeights(Protocol):
     eps: float
     q_norm: Tensor | None  # [head dim]
     k_norm: Tensor | None
+
+
+class ExpertWeights(Protocol):
+    """What `route` and `experts` need of routed experts."""
+
+    spec: MoeSpec
+    bias: Tensor  # float32 [experts], for the choice only
+    up: Tensor  # [experts, gate | up or up alone, inner]
+    down: Tensor  # [experts, inner, width]
+    activation: str
+    limit: float | None  # of the activation's input
 
 
 @dataclass
@@ -139,7 +152,53 @@ class TorchKernels:
         mixed = between.transpose(1, 2) @ streams.float()
         streams.copy_(mixed.addcmul_(write[..., None], y[:, None].float()))
 
-    def convolve(self, layer: ConvWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def activate(self, kind: str, y: Tensor, limit: float | None = None) -> Tensor:
+        """The activation of an MLP on its product with [gate | up], or with up alone; y is cut off at the `limit`."""
+        if limit is not None:
+            y.clamp_(max=limit)[:, y.shape[1] // 2 :].clamp_(min=-limit)
+        return F.relu(y).square() if kind == RELU2 else self.silu_mul(y)
+
+    def route(self, layer: ExpertWeights, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(experts int64, weights float32), each [tokens, experts per token], from logits [tokens, experts]."""
+        spec, logits = layer.spec, logits.float()
+        scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+        ranked = scores + layer.bias
+        if spec.groups > 1:
+            grouped = ranked.unflatten(-1, (spec.groups, -1))
+            kept = grouped.topk(2, -1)[0].sum(-1).topk(spec.groups_kept, -1)[1]
+            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+            ranked = grouped.masked_fill(dropped[..., None], -math.inf).flatten(1)
+        chosen = ranked.topk(spec.per_token, -1)[1]
+        weights = scores.gather(1, chosen)
+        if spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
+        return chosen, weights * spec.scale
+
+    def experts(
+        self, layer: ExpertWeights, x: Tensor, chosen: Tensor, weights: Tensor, fixed_rows: int | None
+    ) -> Tensor:
+        """The weighted sum of what each token's experts make of x [tokens, inner].
+
+        In strict mode all products have `fixed_rows` rows: how many tokens share an expert must not matter.
+        """
+        # Sort the (token, expert) pairs by expert, so that each expert takes its tokens as one slice.
+        order = chosen.flatten().argsort(stable=True)
+        x = x[order // chosen.shape[1]]
+        y, first = torch.empty_like(x), 0
+        for e, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(layer.up)).tolist()):
+            own = slice(first, first + count)
+            if count:
+                mine = x[own] if fixed_rows is None else F.pad(x[own], (0, 0, 0, fixed_rows - count))
+                mine = product(self.activate(layer.activation, product(mine, layer.up[e]), layer.limit), layer.down[e])
+                y[own] = mine[:count]
+            first += count
+        return self.combine(y, order, weights)
+
+    def combine(self, y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """Each token's weighted sum over its pairs, which are numbered token by token; y[i] is of pair order[i]."""
+        return (y[order.argsort()].view(*weights.shape, -1) * weights[..., None].to(y.dtype)).sum(1)
+
+    def convolve(self, layer: RecurrentWeights, ext: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """silu of the causal convolution of a prefill, laid out in kernel chunks.
 
         ext [.., channels] holds each span's inputs behind its window; a token's oldest input stands at chunks[c, t].
@@ -194,18 +253,15 @@ class TorchKernels:
         terms.values, terms.corrections = v * step[..., None], None
         return terms
 
-    def gated_norm(self, layer: DeltaWeights, x: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
-        """out[t] = RMSNorm(o_t) * norm * gate(z_t), per head; the norm comes first.
+    def finish(self, layer: RecurrentWeights, o: Tensor, place: Tensor, projected: Tensor, out: Tensor) -> None:
+        """Norm (over `spec.norm_groups` parts) and gate of outputs, in `spec.norm`'s order.
 
-        x [chunks, value heads, width, dv] float32; o_t lies at place[t] of [chunks * width]; z_t is in projected[t].
+        o [chunks, value heads, width, dv] float32, token t at place[t] of [chunks * width], its gate in projected[t].
         """
-        o = x.transpose(1, 2).flatten(0, 1)[place]
-        _gate_output(layer, o, projected, out)
-
-    def finish(self, layer: ScanWeights, o: Tensor, projected: Tensor, out: Tensor) -> None:
-        """Norm (over `spec.norm_groups` parts) and gate of o [tokens, value width] float32, in `spec.norm`'s order."""
         spec = layer.spec
-        gate = _gate(spec.gate, projected[:, spec.channels : spec.channels + spec.value_width])
+        o = o.transpose(1, 2).flatten(0, 1)[place].flatten(1)
+        z = projected[:, spec.channels : spec.channels + spec.value_width].float()
+        gate = F.silu(z) if spec.gate == SILU else z.sigmoid()
         if spec.norm == GATE_FIRST:
             o = o * gate
         if spec.norm != NO_NORM:
@@ -214,12 +270,12 @@ class TorchKernels:
         out.copy_(o if spec.norm == GATE_FIRST else o * gate)
 
     def delta_step(
-        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor
-    ) -> None:
+        self, layer: DeltaWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor
+    ) -> Tensor:
         """One token of the gated delta rule per sequence; windows and states in place by slot.
 
         projected [batch, q | k | v | z | b | a]; conv [slots, kernel - 1, channels];
-        temporal [slots, value heads, dk, dv]; out [batch, value heads * dv].
+        temporal [slots, value heads, dk, dv]; returns o, float32 [batch, value heads, dv].
         """
         spec = layer.spec
         slots = work.slots_on(projected.device)
@@ -231,13 +287,12 @@ class TorchKernels:
         change = beta[..., None] * (v - torch.einsum("bhij,bhi->bhj", state, k))
         state += k[..., None] * change[..., None, :]
         temporal[slots] = state.to(temporal.dtype)
-        o = torch.einsum("bhij,bhi->bhj", state, q * spec.key_dim**-0.5)
-        _gate_output(layer, o, projected, out)
+        return torch.einsum("bhij,bhi->bhj", state, q * spec.key_dim**-0.5)
 
     def scan_step(
         self, layer: ScanWeights, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor
     ) -> Tensor:
-        """One token per sequence where d_t = step_t v_t; returns o + skip v, float32 [batch, value width].
+        """One token per sequence where d_t = step_t v_t; returns o + skip v, float32 [batch, value heads, dv].
 
         projected [batch, q | k | v | z | step]; the memory as in delta_step.
         """
@@ -248,10 +303,10 @@ class TorchKernels:
         state = temporal[slots].float() * decay.exp()[..., None, None]
         state += k[..., None] * (v * step[..., None])[..., None, :]
         temporal[slots] = state.to(temporal.dtype)
-        return (torch.einsum("bhij,bhi->bhj", state, q) + layer.skip[:, None] * v).flatten(1)
+        return torch.einsum("bhij,bhi->bhj", state, q) + layer.skip[:, None] * v
 
     def _convolve_step(
-        self, layer: ConvWeights, projected: Tensor, slots: Tensor, conv: Tensor
+        self, layer: RecurrentWeights, projected: Tensor, slots: Tensor, conv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [batch, value heads, dim] float32 of one token each, after the convolution and silu."""
         spec = layer.spec
@@ -367,17 +422,6 @@ def _decayed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> tuple[ChunkTerms
     since, last = total.exp()[..., None], total[..., -1:]
     keys = k * (last - total).exp()[..., None]
     return ChunkTerms(v, k * since, q * since, keys, between * qk, last.exp()), between * kk
-
-
-def _gate(kind: str, z: Tensor) -> Tensor:
-    return F.silu(z.float()) if kind == SILU else z.float().sigmoid()
-
-
-def _gate_output(layer: DeltaWeights, o: Tensor, projected: Tensor, out: Tensor) -> None:
-    """The gated norm of o [tokens, value heads, dv]."""
-    spec = layer.spec
-    gate = _gate(spec.gate, projected[:, spec.channels : spec.channels + spec.value_width])
-    out.copy_(rms_norm(o, layer.norm, layer.eps).flatten(1) * gate)
 
 
 def delta_gates(layer: DeltaWeights, gates: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The hot loops on a CPU, compiled by numba: scalar code on NumPy views of torch's memory.
 
 Arrays hold float32, or bfloat16 seen as uint16 (NumPy has no bfloat16); `widen` and `narrow` choose by the array's
-type when a kernel is compiled. All sums are float32. Each parallel task works on one sequence alone, so a result
-never depends on the batch around it.
+type when a kernel is compiled. All sums are float32. Each parallel task works on one sequence alone, or
+does the same for each of several, so a result never depends on the batch around it.
 
 Kernels with inner loops over head dimensions are made per model shape (`*_for`), so that these loops have constant
 lengths and become straight vector code; the sizes reach the helpers as arguments and are folded after inlining.

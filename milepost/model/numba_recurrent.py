@@ -35,30 +35,6 @@ def _gate(x, silu):
 
 
 @compiled(**INLINE)
-def _gated_norm(x, size, gates, first, weight, eps, silu, out, to):
-    """out[to:] = RMSNorm(x) * weight * gate(gates[first:]), `size` elements."""
-    scale = scale_to_norm(x, size, eps)
-    for j in range(size):
-        out[to + j] = narrow(x[j] * scale * weight[j] * _gate(widen(gates[first + j]), silu), out)
-
-
-@functools.cache
-def gated_norm_for(dim, silu):
-    """The gated norm of heads of `dim`."""
-
-    @compiled(**PARALLEL)
-    def gated_norm(x, place, gates, offset, weight, eps, out):
-        """x [chunks, heads, width, dim]; token t lies at place[t] in [chunks * width], gates at gates[t, offset:]."""
-        heads, width = x.shape[1:3]
-        for t in prange(len(place)):
-            for h in range(heads):
-                own = x[place[t] // width, h, place[t] % width]
-                _gated_norm(own, dim, gates[t], offset + h * dim, weight, eps, silu, out[t], h * dim)
-
-    return gated_norm
-
-
-@compiled(**INLINE)
 def _convolve(inputs, window, taps, weight, bias, first, size, out):
     """One token's convolution with silu for `size` channels from `first` on; shifts the window.
 
@@ -102,29 +78,40 @@ def _delta_head(state, key_dim, value_dim, q, k, v, decay, beta, read, out):
             out[j] += q[i] * s
 
 
+@compiled(**INLINE)
+def _inputs(row, window, weight, bias, taps, kh, key_heads, dim, values, q, k, v):
+    """q, k and v of key head kh and its value heads, after the convolution of one token's [q | k | v | ...]."""
+    at_k = key_heads * dim
+    _convolve(row, window, taps, weight, bias, kh * dim, dim, q)
+    _convolve(row, window, taps, weight, bias, at_k + kh * dim, dim, k)
+    _convolve(row, window, taps, weight, bias, 2 * at_k + kh * values, values, v)
+
+
+@compiled(**INLINE)
+def _decay(x, rate, bounded, limit):
+    return exp(limit * sigmoid(rate * x) if bounded else -rate * softplus(x))
+
+
 @functools.cache
-def delta_step_for(key_heads, value_heads, key_dim, value_dim, kernel, channel_gates, bounded, silu):
+def delta_step_for(key_heads, value_heads, key_dim, value_dim, kernel, channel_gates, bounded):
     """One token of the gated delta rule for each of a batch of sequences."""
     group = value_heads // key_heads
-    key_width = key_heads * key_dim
-    at_z = 2 * key_width + value_heads * value_dim
-    at_b = at_z + value_heads * value_dim
-    at_a = at_b + value_heads
     values = group * value_dim
-    taps = kernel - 1
+    at_b = 2 * (key_heads * key_dim + value_heads * value_dim)
+    at_a = at_b + value_heads
 
     @compiled(**PARALLEL)
     def delta_step(projected, slots, conv, temporal, weights, numbers, out):
-        """Convolution, delta rule, gated norm.
+        """Convolution and delta rule.
 
         projected  [batch, q | k | v | z | b | a]
         conv       [slots, kernel - 1, channels], temporal [slots, value heads, dk, dv]: updated in place by slot
-        weights    (convolution [kernel, channels], its bias, exp(A_log) [value heads], dt_bias, norm [dv])
-        numbers    (eps of the norm, bound of the decay, scale of beta)
-        out        [batch, value heads * dv]
+        weights    (convolution [kernel, channels], its bias, exp(A_log) [value heads], dt_bias)
+        numbers    (bound of the decay, scale of beta)
+        out        float32 [batch, value heads, dv]
         """
-        conv_weight, conv_bias, rate, dt_bias, norm = weights
-        eps, limit, scale = numbers
+        conv_weight, conv_bias, rate, dt_bias = weights
+        limit, scale = numbers
         for task in prange(len(slots) * key_heads):
             n = task // key_heads
             kh = task % key_heads
@@ -136,9 +123,7 @@ def delta_step_for(key_heads, value_heads, key_dim, value_dim, kernel, channel_g
             decay = np.empty(key_dim, np.float32)
             read = np.empty(value_dim, np.float32)
             o = np.empty(value_dim, np.float32)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, kh * key_dim, key_dim, q)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, key_width + kh * key_dim, key_dim, k)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, 2 * key_width + kh * values, values, v)
+            _inputs(row, conv[slot], conv_weight, conv_bias, kernel - 1, kh, key_heads, key_dim, values, q, k, v)
             _l2_normalize(q, key_dim, np.float32(1.0) / math.sqrt(np.float32(key_dim)))
             _l2_normalize(k, key_dim, np.float32(1.0))
             for g in range(group):
@@ -152,24 +137,17 @@ def delta_step_for(key_heads, value_heads, key_dim, value_dim, kernel, channel_g
                     decay[:] = _decay(widen(row[at_a + h]) + dt_bias[h], rate[h], bounded, limit)
                 own = v[g * value_dim : (g + 1) * value_dim]
                 _delta_head(temporal[slot, h], key_dim, value_dim, q, k, own, decay, beta, read, o)
-                _gated_norm(o, value_dim, row, at_z + h * value_dim, norm, eps, silu, out[n], h * value_dim)
+                out[n, h] = o
 
     return delta_step
-
-
-@compiled(**INLINE)
-def _decay(x, rate, bounded, limit):
-    return exp(limit * sigmoid(rate * x) if bounded else -rate * softplus(x))
 
 
 @functools.cache
 def scan_step_for(key_heads, value_heads, key_dim, value_dim, kernel, timed):
     """One token for each of a batch of sequences where d_t = step_t v_t: Mamba-2, Lightning."""
     group = value_heads // key_heads
-    key_width = key_heads * key_dim
-    at_step = 2 * (key_width + value_heads * value_dim)
     values = group * value_dim
-    taps = kernel - 1
+    at_step = 2 * (key_heads * key_dim + value_heads * value_dim)
 
     @compiled(**PARALLEL)
     def scan_step(projected, slots, conv, temporal, weights, floor, out):
@@ -178,7 +156,7 @@ def scan_step_for(key_heads, value_heads, key_dim, value_dim, kernel, timed):
         projected  [batch, q | k | v | z | step]
         weights    (convolution [kernel, channels], its bias, rate, dt_bias and skip [value heads])
         floor      the least step
-        out        float32 [batch, value heads * dv]: o + skip v
+        out        float32 [batch, value heads, dv]: o + skip v
         """
         conv_weight, conv_bias, rate, dt_bias, skip = weights
         for task in prange(len(slots) * key_heads):
@@ -190,9 +168,7 @@ def scan_step_for(key_heads, value_heads, key_dim, value_dim, kernel, timed):
             k = np.empty(key_dim, np.float32)
             v = np.empty(values, np.float32)
             o = np.empty(value_dim, np.float32)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, kh * key_dim, key_dim, q)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, key_width + kh * key_dim, key_dim, k)
-            _convolve(row, conv[slot], taps, conv_weight, conv_bias, 2 * key_width + kh * values, values, v)
+            _inputs(row, conv[slot], conv_weight, conv_bias, kernel - 1, kh, key_heads, key_dim, values, q, k, v)
             for g in range(group):
                 h = kh * group + g
                 step = np.float32(1.0)
@@ -209,8 +185,7 @@ def scan_step_for(key_heads, value_heads, key_dim, value_dim, kernel, timed):
                         s = decay * widen(state[i, j]) + factor * own[j]
                         state[i, j] = narrow(s, state)
                         o[j] += q[i] * s
-                for j in range(value_dim):
-                    out[n, h * value_dim + j] = o[j]
+                out[n, h] = o
 
     return scan_step
 
@@ -220,24 +195,35 @@ def finish_for(gate_first, normed, silu):
     """Norm and gate of outputs, in either order."""
 
     @compiled(**PARALLEL)
-    def finish(o, groups, gates, offset, weight, eps, out):
-        """o float32 [tokens, groups * width], normed group by group; gates at gates[t, offset:]."""
-        width = o.shape[1] // groups
-        for t in prange(len(o)):
-            own = np.empty(width, np.float32)
-            gate = np.empty(width, np.float32)
-            for g in range(groups):
-                first = g * width
-                for j in range(width):
-                    gate[j] = _gate(widen(gates[t, offset + first + j]), silu)
-                for j in range(width):
-                    own[j] = o[t, first + j] * gate[j] if gate_first else o[t, first + j]
-                scale = scale_to_norm(own, width, eps) if normed else np.float32(1.0)
-                for j in range(width):
-                    y = own[j] * scale
-                    if normed:
-                        y *= weight[first + j]
-                    out[t, first + j] = narrow(y if gate_first else y * gate[j], out)
+    def finish(o, place, groups, gates, offset, weight, eps, out):
+        """o float32 [chunks, heads, width, dim], token t at place[t] of [chunks * width]; gates at gates[t, offset:].
+
+        Normed in `groups` equal parts of all heads; weight [heads * dim].
+        """
+        heads, width, dim = o.shape[1:]
+        size = heads * dim
+        part = size // groups
+        for t in prange(len(place)):
+            gate = np.empty(size, np.float32)
+            y = np.empty(size, np.float32)
+            for j in range(size):
+                gate[j] = _gate(widen(gates[t, offset + j]), silu)
+            for h in range(heads):
+                own = o[place[t] // width, h, place[t] % width]
+                for j in range(dim):
+                    y[h * dim + j] = own[j]
+            if gate_first:
+                for j in range(size):
+                    y[j] *= gate[j]
+            for g in range(groups * normed):
+                scale = scale_to_norm(y[g * part :], part, eps)
+                for j in range(part):
+                    y[g * part + j] *= scale * weight[g * part + j]
+            if not gate_first:
+                for j in range(size):
+                    y[j] *= gate[j]
+            for j in range(size):
+                out[t, j] = narrow(y[j], out)
 
     return finish
 
@@ -303,6 +289,19 @@ def convolve_for(kernel, normalized):
     return convolve
 
 
+@compiled(**INLINE)
+def _add_rows(x, t, factors, size):
+    """x[t] += factors[i] x[i] for all i < t: row t of the forward substitution. Four at a time while they last."""
+    for i in range(0, t - 3, 4):
+        for j in range(size):
+            a = factors[i] * x[i, j] + factors[i + 1] * x[i + 1, j]
+            b = factors[i + 2] * x[i + 2, j] + factors[i + 3] * x[i + 3, j]
+            x[t, j] += a + b
+    for i in range(t // 4 * 4, t):
+        for j in range(size):
+            x[t, j] += factors[i] * x[i, j]
+
+
 @functools.cache
 def chunk_terms_for(key_dim, value_dim, delta):
     """The terms of the matrix form (`kernels.ChunkTerms`) from the chunks' products, for one decay per head.
@@ -340,8 +339,8 @@ def chunk_terms_for(key_dim, value_dim, delta):
                     between[j] = e if j <= t else np.float32(0.0)
                 for j in range(width):
                     scores[c, h, t, j] = between[j] * qk[c, kh, t, j]
-                since = np.float32(math.exp(total[t]))
-                until = np.float32(math.exp(running - total[t]))
+                since = exp(total[t])
+                until = exp(running - total[t])
                 step = beta[c, h, t]
                 for j in range(key_dim):
                     queries[c, h, t, j] = q[c, kh, t, j] * since
@@ -351,11 +350,9 @@ def chunk_terms_for(key_dim, value_dim, delta):
                 for j in range(value_dim):
                     x[t, j] = v[c, h, t, j] * step
                 if delta:
-                    # Forward substitution: row t of (I + L)^-1 R is R_t less the rows above, weighted by L_t.
-                    for i in range(t):
-                        factor = step * between[i] * kk[c, kh, t, i]
-                        for j in range(value_dim + key_dim):
-                            x[t, j] -= factor * x[i, j]
+                    for j in range(width):
+                        between[j] *= -step * kk[c, kh, t, j]
+                    _add_rows(x, t, between, value_dim + key_dim)
             decays[c, h] = np.float32(math.exp(running))
 
     return chunk_terms
@@ -406,14 +403,12 @@ def channel_terms_for(key_dim, value_dim):
                         past[j, i] = p
                         kk += p * own_k[i]
                         qk += p * own_q[i]
-                    lower[j] = step * kk
+                    lower[j] = -step * kk
                     scores[c, h, t, j] = qk
                 scores[c, h, t, t] = own
                 for j in range(t + 1, width):
                     scores[c, h, t, j] = np.float32(0.0)
-                for i in range(t):
-                    for j in range(value_dim + key_dim):
-                        x[t, j] -= lower[i] * x[i, j]
+                _add_rows(x, t, lower, value_dim + key_dim)
             for i in range(key_dim):
                 decays[c, h, i] = since[i]
 

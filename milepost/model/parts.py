@@ -1,7 +1,9 @@
 """From named tensors to the parts of a layer: what several families put together in the same way."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -40,6 +42,15 @@ class Maker:
     def linear(self, *tensors: Tensor) -> Linear:
         """One product for all tensors [outputs, inputs], in this order."""
         return Linear(self.matrix(tensors[0] if len(tensors) == 1 else torch.cat(tensors)))
+
+    def stack(self, tensors: Iterable[Tensor], count: int) -> Tensor:
+        """`count` tensors of one shape as one, without holding them all twice."""
+        tensors = iter(tensors)
+        first = next(tensors)
+        out = torch.empty((count, *first.shape), device=self.device, dtype=self.dtype)
+        for place, tensor in zip(out, chain((first,), tensors), strict=True):
+            place.copy_(tensor)
+        return out
 
     def vector(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, torch.float32).contiguous()
@@ -85,19 +96,23 @@ def attention(maker: Maker, read: Reader, index: int, kind: str = ATTENTION) -> 
 window = partial(attention, kind=WINDOW)
 
 
-def mlp(maker: Maker, read: Reader, width: int, hidden: int | None = None) -> Dense:
+def mlp(maker: Maker, read: Reader, width: int) -> Dense:
     """A gated MLP, or an ungated one where the activation is relu2."""
-    hidden = hidden or maker.config.hidden_size
-    of_gate, of_output = maker.config.mlp_scales
-    up = [read("up_proj.weight", width, hidden)]
-    if maker.config.activation != RELU2:
-        up.insert(0, scaled(read("gate_proj.weight", width, hidden), of_gate))
-    down = scaled(read("down_proj.weight", hidden, width), of_output)
-    return Dense(maker.linear(*up), maker.linear(down), *_of_mlps(maker))
+    config = maker.config
+    up, down = (half(maker, read, width, config.hidden_size) for half in (_up, _down))
+    return Dense(maker.linear(up), maker.linear(down), config.activation, maker.kernels, config.mlp_limit)
 
 
-def _of_mlps(maker: Maker) -> tuple[str, Kernels, float | None]:
-    return maker.config.activation, maker.kernels, maker.config.mlp_limit
+def _up(maker: Maker, read: Reader, width: int, hidden: int) -> Tensor:
+    """[gate | up, hidden], or up alone."""
+    up = read("up_proj.weight", width, hidden)
+    if maker.config.activation == RELU2:
+        return up
+    return torch.cat((scaled(read("gate_proj.weight", width, hidden), maker.config.mlp_scales[0]), up))
+
+
+def _down(maker: Maker, read: Reader, width: int, hidden: int) -> Tensor:
+    return scaled(read("down_proj.weight", hidden, width), maker.config.mlp_scales[1])
 
 
 def dense(maker: Maker, read: Reader, _layer: int) -> Dense:
@@ -110,21 +125,25 @@ def moe(maker: Maker, read: Reader, _layer: int) -> Moe:
     assert spec is not None
     inner = spec.latent or hidden
     if read.has("experts.gate_up_proj"):
-        pairs = zip(
-            read("experts.gate_up_proj", spec.experts, 2 * spec.width, inner),
-            read("experts.down_proj", spec.experts, inner, spec.width),
-            strict=True,
-        )
-        experts = [Dense(maker.linear(up), maker.linear(down), *_of_mlps(maker)) for up, down in pairs]
+        up = maker.matrix(read("experts.gate_up_proj", spec.experts, 2 * spec.width, inner))
+        down = maker.matrix(read("experts.down_proj", spec.experts, inner, spec.width))
     else:
-        experts = [mlp(maker, read.under(f"experts.{e}"), spec.width, inner) for e in range(spec.experts)]
+        each = [read.under(f"experts.{e}") for e in range(spec.experts)]
+        up, down = (
+            maker.stack((half(maker, one, spec.width, inner) for one in each), spec.experts) for half in (_up, _down)
+        )
     router = read("gate.weight", spec.experts, hidden)
     shared = mlp(maker, read.under("shared_expert"), spec.shared_width) if spec.shared_width else None
+    bias = read("gate.e_score_correction_bias", spec.experts) if spec.biased else torch.zeros(spec.experts)
     return Moe(
         spec=spec,
         router=Linear(maker.vector(router)) if spec.wide_router else maker.linear(router),
-        bias=maker.vector(read("gate.e_score_correction_bias", spec.experts)) if spec.biased else None,
-        experts=tuple(experts),
+        bias=maker.vector(bias),
+        up=up,
+        down=down,
+        activation=maker.config.activation,
+        limit=maker.config.mlp_limit,
+        kernels=maker.kernels,
         shared=shared,
         shared_gate=maker.linear(read("shared_expert_gate.weight", 1, hidden)) if shared and spec.shared_gate else None,
         inward=maker.linear(read("fc1_latent_proj.weight", inner, hidden)) if spec.latent else None,

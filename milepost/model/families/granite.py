@@ -42,25 +42,24 @@ def _read_granite(fields: Fields) -> ModelConfig:
     )
 
 
-def _pair(maker: Maker, up: torch.Tensor, down: torch.Tensor) -> Dense:
-    return Dense(maker.linear(up), maker.linear(down), SILU, maker.kernels)
-
-
 def _granite_shared(maker: Maker, read: Reader, _layer: int) -> Dense:
     width, hidden = maker.config.intermediate_size, maker.config.hidden_size
-    read = read.under("shared_mlp")
-    return _pair(maker, read("input_linear.weight", 2 * width, hidden), read("output_linear.weight", hidden, width))
+    ours = read.under("shared_mlp")
+    up, down = ours("input_linear.weight", 2 * width, hidden), ours("output_linear.weight", hidden, width)
+    return Dense(maker.linear(up), maker.linear(down), SILU, maker.kernels)
 
 
 def _granite_moe(maker: Maker, read: Reader, layer: int) -> Moe:
     spec, hidden = maker.config.moe, maker.config.hidden_size
     ours = read.under("block_sparse_moe")
-    ups = ours("input_linear.weight", spec.experts, 2 * spec.width, hidden)
-    downs = ours("output_linear.weight", spec.experts, hidden, spec.width)
     return Moe(
         spec=spec,
         router=maker.linear(ours("router.layer.weight", spec.experts, hidden)),
-        experts=tuple(_pair(maker, *pair) for pair in zip(ups, downs, strict=True)),
+        bias=torch.zeros(spec.experts, device=maker.device),
+        up=maker.matrix(ours("input_linear.weight", spec.experts, 2 * spec.width, hidden)),
+        down=maker.matrix(ours("output_linear.weight", spec.experts, hidden, spec.width)),
+        activation=SILU,
+        kernels=maker.kernels,
         shared=_granite_shared(maker, read, layer),
     )
 

@@ -44,7 +44,7 @@ def kda(maker: Maker, read: Reader, index: int, bottleneck: bool = True, flat: b
         conv_bias=torch.zeros(spec.channels, device=maker.device),
         rate=maker.vector(rate.flatten()).exp(),
         dt_bias=maker.vector(read("dt_bias", width)),
-        norm=maker.vector(read("o_norm.weight", spec.value_dim)),
+        norm=maker.vector(read("o_norm.weight", spec.value_dim)).repeat(spec.value_heads),
         kernels=maker.kernels,
         low_rank=low_rank,
     )

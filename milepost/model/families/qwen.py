@@ -41,7 +41,7 @@ def gated_delta(maker: Maker, read: Reader, index: int, projection: Tensor, conv
         conv_bias=torch.zeros(spec.channels, device=maker.device),
         rate=maker.vector(read("A_log", spec.value_heads)).exp(),
         dt_bias=maker.vector(read("dt_bias", spec.gates)),
-        norm=maker.vector(read(names.get("norm", "norm.weight"), spec.value_dim)),
+        norm=maker.vector(read(names.get("norm", "norm.weight"), spec.value_dim)).repeat(spec.value_heads),
         kernels=maker.kernels,
     )
 

@@ -15,7 +15,7 @@ from milepost.model.config import GatedDeltaSpec
 from milepost.model.kernels import ChunkTerms, delta_gates
 from milepost.model.linear import Linear
 from milepost.model.mixers.recurrent import Recurrent
-from milepost.model.work import DecodeWork, PrefillWork
+from milepost.model.work import DecodeWork
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,6 @@ class GatedDelta(Recurrent):
     spec: GatedDeltaSpec
     rate: Tensor  # [value heads], exp(A_log)
     dt_bias: Tensor  # [spec.gates]
-    norm: Tensor  # [value dim]
     low_rank: tuple[Linear, Linear] | None = None
 
     def _project(self, x: Tensor) -> Tensor:
@@ -52,8 +51,5 @@ class GatedDelta(Recurrent):
         decay = (decay * real[..., None]).transpose(1, 2)
         return self.kernels.channel_terms(q, k, v, beta, decay)
 
-    def _finish(self, o: Tensor, _v: Tensor, work: PrefillWork, projected: Tensor, out: Tensor) -> None:
-        self.kernels.gated_norm(self, o, work.unchunk, projected, out)
-
-    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
-        self.kernels.delta_step(self, projected, work, conv, temporal, out)
+    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor) -> Tensor:
+        return self.kernels.delta_step(self, projected, work, conv, temporal)

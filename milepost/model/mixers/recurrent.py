@@ -36,7 +36,10 @@ class Recurrent:
     output: Linear
     conv_weight: Tensor  # [kernel, channels], oldest tap first
     conv_bias: Tensor  # [channels]
+    norm: Tensor  # [value width]
     kernels: Kernels
+
+    skip = None  # or float32 [value heads]: how much of v is added to o
 
     def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
         projected = self._project(x)
@@ -48,7 +51,8 @@ class Recurrent:
             self._prefill(projected[:begin], work.prefill, conv, temporal, out[:begin])
         if work.decode is not None:
             end = begin + work.decode.count
-            self._step(projected[begin:end], work.decode, conv, temporal, out[begin:end])
+            o = self._step(projected[begin:end], work.decode, conv, temporal)[:, :, None]
+            self.kernels.finish(self, o, torch.arange(len(o), device=o.device), projected[begin:end], out[begin:end])
         return self.output(out)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -57,10 +61,8 @@ class Recurrent:
     def _terms(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, real: Tensor) -> ChunkTerms:
         raise NotImplementedError
 
-    def _finish(self, o: Tensor, v: Tensor, work: PrefillWork, projected: Tensor, out: Tensor) -> None:
-        raise NotImplementedError
-
-    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
+    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor) -> Tensor:
+        """float32 [batch, value heads, dv]."""
         raise NotImplementedError
 
     def _prefill(self, projected: Tensor, work: PrefillWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
@@ -71,7 +73,9 @@ class Recurrent:
         state = temporal[work.slots].float() * work.resumed[:, None, None, None]
         o = _scan(self._terms(q, k, v, gates, work.real[..., None]), state, work, temporal)
         temporal[work.slots] = state.to(temporal.dtype)
-        self._finish(o, v, work, projected, out)
+        if self.skip is not None:
+            o.addcmul_(v, self.skip[:, None, None])
+        self.kernels.finish(self, o, work.unchunk, projected, out)
 
 
 def behind_windows(x: Tensor, work: PrefillWork, conv: Tensor) -> Tensor:
@@ -79,7 +83,9 @@ def behind_windows(x: Tensor, work: PrefillWork, conv: Tensor) -> Tensor:
     if not conv.shape[1]:
         return x  # no convolution
     ext = x.new_empty((work.ext_length, x.shape[1]))
-    ext[work.ext_tokens] = x
+    for s, span in enumerate(work.spans, 1):
+        at = span.first + s * conv.shape[1]
+        ext[at : at + span.length] = x[span.first : span.first + span.length]
     ext[work.ext_windows] = (conv[work.slots] * work.resumed[:, None, None]).to(ext.dtype)
     conv[work.slots] = ext[work.ext_ends].to(conv.dtype)
     if len(work.mark_slots):

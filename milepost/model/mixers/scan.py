@@ -13,7 +13,7 @@ import torch
 from milepost.model.config import ScanSpec
 from milepost.model.kernels import ChunkTerms, scan_gates
 from milepost.model.mixers.recurrent import Recurrent
-from milepost.model.work import DecodeWork, PrefillWork
+from milepost.model.work import DecodeWork
 
 Tensor = torch.Tensor
 
@@ -26,16 +26,10 @@ class Scan(Recurrent):
     rate: Tensor  # [value heads]: the log decay is -rate times the step
     dt_bias: Tensor  # [value heads]
     skip: Tensor  # [value heads]
-    norm: Tensor  # [value width]
 
     def _terms(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, real: Tensor) -> ChunkTerms:
         step, decay = ((t * real).transpose(1, 2) for t in scan_gates(self, gates))
         return self.kernels.scan_terms(q, k, v, step, decay)
 
-    def _finish(self, o: Tensor, v: Tensor, work: PrefillWork, projected: Tensor, out: Tensor) -> None:
-        o.addcmul_(v, self.skip[:, None, None])
-        self.kernels.finish(self, o.transpose(1, 2).flatten(0, 1)[work.unchunk].flatten(1), projected, out)
-
-    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor, out: Tensor) -> None:
-        o = self.kernels.scan_step(self, projected, work, conv, temporal)
-        self.kernels.finish(self, o, projected, out)
+    def _step(self, projected: Tensor, work: DecodeWork, conv: Tensor, temporal: Tensor) -> Tensor:
+        return self.kernels.scan_step(self, projected, work, conv, temporal)
