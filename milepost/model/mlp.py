@@ -43,8 +43,8 @@ class Moe:
     up: Tensor  # [experts, gate | up or up alone, width of the experts' input]
     down: Tensor  # [experts, width of their input, their own]
     activation: str
-    limit: float | None
     kernels: Kernels
+    limit: float | None = None
     shared: Dense | None = None
     shared_gate: Linear | None = None  # [1, hidden]
     inward: Linear | None = None  # to the experts' own width, and back

@@ -124,6 +124,7 @@ class PrefillWork:
     """The prefill part as the linear layers see it: its chunk layout (see the module)."""
 
     count: int  # rows, padding included
+    spans: tuple[slice, ...]  # the rows of each, padding included
     slots: Tensor  # int64 [spans]
     resumed: Tensor  # bool [spans]: False where the state begins as zeros
     ext_length: int
@@ -308,6 +309,7 @@ def _prefill(spans: Sequence[Span], kernel: int, device: torch.device, fixed_row
 
     return PrefillWork(
         count=int(first[-1]),
+        spans=tuple(slice(int(start), int(stop)) for start, stop in pairwise(first)),
         slots=indexes([span.slot for span in spans]),
         resumed=torch.tensor([span.start > 0 for span in spans], device=device),
         ext_length=int(first[-1] + len(spans) * (kernel - 1)),

@@ -83,9 +83,9 @@ def behind_windows(x: Tensor, work: PrefillWork, conv: Tensor) -> Tensor:
     if not conv.shape[1]:
         return x  # no convolution
     ext = x.new_empty((work.ext_length, x.shape[1]))
-    for s, span in enumerate(work.spans, 1):
-        at = span.first + s * conv.shape[1]
-        ext[at : at + span.length] = x[span.first : span.first + span.length]
+    for s, own in enumerate(work.spans, 1):
+        shift = s * conv.shape[1]
+        ext[own.start + shift : own.stop + shift] = x[own]
     ext[work.ext_windows] = (conv[work.slots] * work.resumed[:, None, None]).to(ext.dtype)
     conv[work.slots] = ext[work.ext_ends].to(conv.dtype)
     if len(work.mark_slots):
