@@ -43,14 +43,14 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 def _call(kernel: Callable, *arguments: Any) -> None:
     """Run a compiled kernel on tensors, numbers, and tuples of them."""
-    kernel(*(_native(argument) for argument in arguments))
+    kernel(*map(_native, arguments))
 
 
 def _native(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return _array(argument)
     if isinstance(argument, tuple):
-        return tuple(_native(part) for part in argument)
+        return tuple(map(_native, argument))
     return np.float32(argument) if isinstance(argument, float) else argument
 
 
@@ -224,13 +224,16 @@ class NumbaKernels(TorchKernels):
         _call(kernel, projected, *arguments, out)
         return out
 
-    def conv_step(self, x: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor) -> Tensor:
+    def gated_conv(self, projected: Tensor, ext: Tensor, places: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._spread(ext)
+        _call(numba_recurrent.gated_conv, projected, ext, places, weight, out)
+
+    def conv_step(self, projected: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor, out: Tensor) -> None:
         if conv.dtype not in _NATIVE:
-            return super().conv_step(x, weight, work, conv)
-        out = torch.empty(x.shape)
-        self._spread(x)
-        _call(numba_recurrent.conv_step_for(len(weight)), x, work.slots, conv, weight, out)
-        return out
+            super().conv_step(projected, weight, work, conv, out)
+            return
+        self._spread(projected)
+        _call(numba_recurrent.conv_step, projected, work.slots, conv, weight, out)
 
     def attention_step(
         self,

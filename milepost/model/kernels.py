@@ -316,9 +316,17 @@ class TorchKernels:
         q, k = (t.reshape(-1, spec.key_heads, spec.key_dim).repeat_interleave(group, 1) for t in (q, k))
         return q, k, v.reshape(-1, spec.value_heads, spec.value_dim)
 
-    def conv_step(self, x: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor) -> Tensor:
-        """A convolution alone: x [batch, channels] -> the same in float32; weight [kernel, channels]."""
-        return _next(x, weight, work.slots_on(x.device), conv)
+    def gated_conv(self, projected: Tensor, ext: Tensor, places: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out = C * the convolution of B * x, which are in `ext` behind their windows, a token's oldest at its place.
+
+        projected [tokens, B | C | x]; weight [kernel, channels]; out [tokens, channels].
+        """
+        out.copy_(projected.chunk(3, -1)[1] * shifted_sum(ext, weight)[places])
+
+    def conv_step(self, projected: Tensor, weight: Tensor, work: DecodeWork, conv: Tensor, out: Tensor) -> None:
+        """The same for one token per sequence; windows in place by slot."""
+        before, after, value = projected.chunk(3, -1)
+        out.copy_(after * _next(before * value, weight, work.slots_on(out.device), conv))
 
     def attention_step(
         self,

@@ -228,25 +228,37 @@ def finish_for(gate_first, normed, silu):
     return finish
 
 
-@functools.cache
-def conv_step_for(kernel):
-    """A convolution alone, one token for each of a batch of sequences."""
-    taps = kernel - 1
+@compiled(**PARALLEL)
+def gated_conv(projected, ext, places, weight, out):
+    """out = C * the convolution of `ext`, B * x behind its windows; projected [tokens, B | C | x]."""
+    kernel, width = weight.shape
+    for t in prange(len(places)):
+        y = np.zeros(width, np.float32)
+        for i in range(kernel):
+            for j in range(width):
+                y[j] += widen(ext[places[t] + i, j]) * weight[i, j]
+        for j in range(width):
+            out[t, j] = narrow(widen(projected[t, width + j]) * y[j], out)
 
-    @compiled(**PARALLEL)
-    def conv_step(x, slots, conv, weight, out):
-        """x [batch, channels]; conv [slots, kernel - 1, channels], moved on; out float32 [batch, channels]."""
-        channels = x.shape[1]
-        for n in prange(len(slots)):
-            window = conv[slots[n]]
-            for j in range(channels):
-                y = widen(x[n, j]) * weight[taps, j]
-                for i in range(taps):
-                    y += widen(window[i, j]) * weight[i, j]
-                out[n, j] = y
-            _shift(x[n], window, taps, 0, channels)
 
-    return conv_step
+@compiled(**PARALLEL)
+def conv_step(projected, slots, conv, weight, out):
+    """The same for one token for each of a batch of sequences; conv [slots, kernel - 1, channels] moves on."""
+    kernel, width = weight.shape
+    for n in prange(len(slots)):
+        window = conv[slots[n]]
+        x = np.empty(width, out.dtype)
+        y = np.empty(width, np.float32)
+        for j in range(width):
+            x[j] = narrow(widen(projected[n, j]) * widen(projected[n, 2 * width + j]), x)
+        for j in range(width):
+            y[j] = widen(x[j]) * weight[kernel - 1, j]
+        for i in range(kernel - 1):
+            for j in range(width):
+                y[j] += widen(window[i, j]) * weight[i, j]
+        for j in range(width):
+            out[n, j] = narrow(widen(projected[n, width + j]) * y[j], out)
+        _shift(x, window, kernel - 1, 0, width)
 
 
 @functools.cache

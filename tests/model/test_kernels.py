@@ -190,16 +190,27 @@ def test_finish(compiled, dtype, norm, gate):
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-@pytest.mark.parametrize("kernel", [3])
-def test_conv_step(compiled, dtype, kernel):
-    x, weight = torch.randn(3, 20).to(dtype), torch.randn(kernel, 20)
+def test_conv_step(compiled, dtype):
+    projected, weight = torch.randn(3, 60).to(dtype), torch.randn(3, 20)
     work = decode_work([3, 1, 4])
-    conv = torch.randn(6, kernel - 1, 20).to(dtype)
+    conv = torch.randn(6, 2, 20).to(dtype)
     conv2 = conv.clone()
     for _ in range(3):
-        out = compiled.conv_step(x, weight, work, conv)
-        close(out, TorchKernels().conv_step(x, weight, work, conv2), torch.float32)
+        out, out2 = (torch.zeros(3, 20, dtype=dtype) for _ in range(2))
+        compiled.conv_step(projected, weight, work, conv, out)
+        TorchKernels().conv_step(projected, weight, work, conv2, out2)
+        close(out, out2, dtype)
     assert torch.equal(conv, conv2)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_gated_conv(compiled, dtype):
+    projected, ext, weight = torch.randn(9, 60).to(dtype), torch.randn(14, 20).to(dtype), torch.randn(3, 20)
+    places = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 11])
+    out, out2 = (torch.zeros(9, 20, dtype=dtype) for _ in range(2))
+    compiled.gated_conv(projected, ext, places, weight, out)
+    TorchKernels().gated_conv(projected, ext, places, weight, out2)
+    close(out, out2, dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_dtype"), [(4, torch.float32), (4, torch.bfloat16), (3, torch.float32)])

@@ -81,7 +81,7 @@ class Recurrent:
 def behind_windows(x: Tensor, work: PrefillWork, conv: Tensor) -> Tensor:
     """x [count, channels] with each span behind its window, [ext_length, channels]; the windows move on."""
     if not conv.shape[1]:
-        return x  # no convolution
+        return x.contiguous()  # no convolution; compiled loops are slow over columns that lie apart
     ext = x.new_empty((work.ext_length, x.shape[1]))
     for s, own in enumerate(work.spans, 1):
         shift = s * conv.shape[1]

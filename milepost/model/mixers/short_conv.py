@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from milepost.model.config import ShortConvSpec
-from milepost.model.kernels import Kernels, shifted_sum
+from milepost.model.kernels import Kernels
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.mixers.recurrent import behind_windows
@@ -26,18 +26,18 @@ class ShortConv:
     kernels: Kernels
 
     def forward(self, x: Tensor, work: Work, memory: Memory) -> Tensor:
-        before, after, value = self.projection(x).chunk(3, -1)
-        value = before * value
-        out = torch.zeros_like(value)
+        projected = self.projection(x)
+        out = x.new_zeros((len(x), self.spec.width))
         conv = memory.conv[self.index]
         begin = 0
         if work.prefill is not None:
             begin = work.prefill.count
-            ext = behind_windows(value[:begin], work.prefill, conv)
+            before, _, value = projected[:begin].chunk(3, -1)
+            ext = behind_windows(before * value, work.prefill, conv)
             # A token's oldest input stands as many places before the token as there are taps.
             places = work.prefill.ext_tokens - self.spec.state.taps
-            out[:begin] = shifted_sum(ext, self.conv_weight)[places].to(out.dtype)
+            self.kernels.gated_conv(projected[:begin], ext, places, self.conv_weight, out[:begin])
         if work.decode is not None:
             end = begin + work.decode.count
-            out[begin:end] = self.kernels.conv_step(value[begin:end], self.conv_weight, work.decode, conv).to(out.dtype)
-        return self.output(after * out)
+            self.kernels.conv_step(projected[begin:end], self.conv_weight, work.decode, conv, out[begin:end])
+        return self.output(out)
