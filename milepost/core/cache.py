@@ -334,7 +334,7 @@ class PrefixCache:
             self.slots.move(checkpoint.slot, lease.owner, TREE)
             self.windows.keep(checkpoint.window)
             node.state.device = checkpoint.slot
-            node.window = checkpoint.window
+            node.window = checkpoint.window.copy()  # else a view would keep all that its sequence held
             node.note = checkpoint.reason
             self.counters.checkpoints_published_total += 1
         else:
