@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from milepost.model.config import StreamsSpec
-from milepost.model.kernels import Kernels, rms_norm
+from milepost.model.kernels.plain import Kernels, rms_norm
 from milepost.model.linear import Linear
 
 Tensor = torch.Tensor

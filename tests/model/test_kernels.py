@@ -22,8 +22,8 @@ from milepost.model.config import (
     ScanSpec,
     StreamsSpec,
 )
-from milepost.model.cpu_kernels import NumbaKernels
 from milepost.model.kernels import TorchKernels, choose_kernels
+from milepost.model.kernels.compiled import NumbaKernels
 from milepost.model.linear import Linear
 from milepost.model.work import DecodeRows, DecodeWork
 

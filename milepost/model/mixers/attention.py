@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.model.config import AttentionSpec
-from milepost.model.kernels import Kernels, rms_norm, split_attention
+from milepost.model.kernels.plain import Kernels, rms_norm, split_attention
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.work import PrefillSpan, View, Work

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from milepost.model.config import GatedDeltaSpec
-from milepost.model.kernels import ChunkTerms, delta_gates
+from milepost.model.kernels.plain import ChunkTerms, delta_gates
 from milepost.model.linear import Linear
 from milepost.model.mixers.recurrent import Recurrent
 from milepost.model.work import DecodeWork

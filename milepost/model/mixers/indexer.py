@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.model.config import ATTENTION, IndexSpec
-from milepost.model.kernels import Kernels, best
+from milepost.model.kernels.plain import Kernels, best
 from milepost.model.work import DecodeRows, PrefillSpan, View, Work
 
 Tensor = torch.Tensor

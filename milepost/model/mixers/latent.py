@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from milepost.model.config import ATTENTION, LatentSpec
-from milepost.model.kernels import Kernels, rms_norm, rotate
+from milepost.model.kernels.plain import Kernels, rms_norm, rotate
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.mixers.attention import attend

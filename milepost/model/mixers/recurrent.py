@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from milepost.model.kernels import ChunkTerms, Kernels
+from milepost.model.kernels.plain import ChunkTerms, Kernels
 from milepost.model.linear import Linear
 from milepost.model.memory import Memory
 from milepost.model.work import DecodeWork, PrefillWork, Work

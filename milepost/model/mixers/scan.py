@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from milepost.model.config import ScanSpec
-from milepost.model.kernels import ChunkTerms, scan_gates
+from milepost.model.kernels.plain import ChunkTerms, scan_gates
 from milepost.model.mixers.recurrent import Recurrent
 from milepost.model.work import DecodeWork
 

@@ -1,6 +1,6 @@
 """The small operations between the GEMMs, in two versions of one class.
 
-TorchKernels runs anywhere and is the definition. NumbaKernels (`cpu_kernels.py`) is for CPUs: the same results up to
+TorchKernels runs anywhere and is the definition. NumbaKernels (`compiled.py`) is for CPUs: the same results up to
 rounding, in one pass over memory and without the overhead of a dozen tensor operations. `choose_kernels` picks one by
 device and argument.
 """
@@ -478,6 +478,6 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
     if not possible:
         raise ModelError(f"kernels numba: needs a CPU and float32 or bfloat16, not {device.type} and {dtype}; use auto")
     # Here: numba takes half a second, and a GPU server needs none of it.
-    from milepost.model.cpu_kernels import NumbaKernels
+    from milepost.model.kernels.compiled import NumbaKernels
 
     return NumbaKernels()

@@ -5,7 +5,16 @@ import functools
 import numpy as np
 from numba import prange
 
-from milepost.model.numba_elementwise import INLINE, PARALLEL, compiled, exp, narrow, scale_to_norm, sigmoid, widen
+from milepost.model.kernels.numba_elementwise import (
+    INLINE,
+    PARALLEL,
+    compiled,
+    exp,
+    narrow,
+    scale_to_norm,
+    sigmoid,
+    widen,
+)
 
 
 @compiled(**INLINE)

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import prange
 
-from milepost.model.numba_elementwise import INLINE, PARALLEL, compiled, exp, narrow, prefetch, sigmoid, widen
+from milepost.model.kernels.numba_elementwise import INLINE, PARALLEL, compiled, exp, narrow, prefetch, sigmoid, widen
 
 _ROWS = 32  # of a weight, for one task
 

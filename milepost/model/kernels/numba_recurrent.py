@@ -6,7 +6,7 @@ import math
 import numpy as np
 from numba import prange
 
-from milepost.model.numba_elementwise import (
+from milepost.model.kernels.numba_elementwise import (
     INLINE,
     PARALLEL,
     compiled,

@@ -1,4 +1,4 @@
-"""NumbaKernels: the compiled loops of `numba_*.py` behind the interface of `kernels.py`."""
+"""NumbaKernels: the compiled loops of `numba_*.py` behind the interface of `plain.py`."""
 
 import ctypes
 import sys
@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from milepost.model import numba_attention, numba_experts, numba_recurrent, numba_streams
-from milepost.model import numba_elementwise as elementwise
 from milepost.model.config import (
     GATE_FIRST,
     NO_NORM,
@@ -22,7 +20,9 @@ from milepost.model.config import (
     LinearSpec,
     StreamsSpec,
 )
-from milepost.model.kernels import (
+from milepost.model.kernels import numba_attention, numba_experts, numba_recurrent, numba_streams
+from milepost.model.kernels import numba_elementwise as elementwise
+from milepost.model.kernels.plain import (
     AttentionWeights,
     ChunkTerms,
     DeltaWeights,
