@@ -12,8 +12,9 @@ from typing import Any
 from milepost.errors import ModelConfigError
 from milepost.model.config import ModelConfig
 from milepost.model.families import falcon, glm, granite, kimi, lara, lfm, minimax, nemotron, olmo, qwen
+from milepost.model.families.alike import weight_block
 from milepost.model.families.family import Family
-from milepost.model.families.fields import Fields, weight_block
+from milepost.model.families.fields import Fields
 
 EVERYWHERE = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 """Fields, and the values of them that are supported in any family."""

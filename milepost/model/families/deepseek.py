@@ -1,14 +1,17 @@
-"""Parts that several families took from DeepSeek's models: latent attention, and a sigmoid router with groups."""
+"""What several families took from DeepSeek: latent attention, a sigmoid router with groups, dense layers first."""
 
 from typing import Any
 
 import torch
 
-from milepost.model.config import SIGMOID, LatentSpec, MoeSpec
-from milepost.model.families.fields import Fields, rope
+from milepost.model.config import DENSE, MOE, SIGMOID, LatentSpec, LayerSpec, MoeSpec
+from milepost.model.families.alike import rope
+from milepost.model.families.fields import Fields
 from milepost.model.mixers import AsBefore, Everything, Indexer, LatentAttention
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader
+
+_MLPS = {"dense": DENSE, "sparse": MOE}
 
 
 def latent_attention(maker: Maker, read: Reader, index: int) -> LatentAttention:
@@ -108,3 +111,16 @@ def latent_spec(fields: Fields, rotary: bool, **more) -> LatentSpec:
     )
     fields.ignore("qk_head_dim", "head_dim")
     return spec
+
+
+def mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
+    count, dense = fields.size("num_hidden_layers"), fields.size("first_k_dense_replace", first_dense, least=0)
+    fields.only("moe_layer_freq", 1)
+    listed = fields.get("mlp_layer_types", ["dense" if i < dense else "sparse" for i in range(count)])
+    if len(listed) != count or not set(listed) <= set(_MLPS):
+        raise fields.refuse("mlp_layer_types", f"{count} of dense and sparse")
+    return [_MLPS[kind] for kind in listed]
+
+
+def both(mixers: list[str], mlps: list[str]) -> list[LayerSpec]:
+    return [LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]

@@ -11,8 +11,9 @@ from milepost.model.config import (
     LayerSpec,
     ModelConfig,
 )
+from milepost.model.families.alike import plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import Fields, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 
 

@@ -3,10 +3,11 @@
 import torch
 
 from milepost.model.config import ATTENTION, SIGMOID, GatedDeltaSpec, IndexSpec, LayerSpec, ModelConfig, StreamsSpec
-from milepost.model.families.deepseek import latent_attention, latent_spec, sigmoid_moe
+from milepost.model.families.alike import KINDS, layer_kinds, whole_model
+from milepost.model.families.deepseek import both, latent_attention, latent_spec, mlp_kinds, sigmoid_moe
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import KINDS, Fields, layer_kinds, whole_model
-from milepost.model.families.kimi import both, kda, kda_fields, mlp_kinds
+from milepost.model.families.fields import Fields
+from milepost.model.families.kimi import kda, kda_fields
 from milepost.model.linear import Linear
 from milepost.model.parts import Maker
 from milepost.model.stream import HyperJoin

@@ -3,8 +3,9 @@
 import torch
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, SILU, LayerSpec, ModelConfig, MoeSpec
+from milepost.model.families.alike import KINDS, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 from milepost.model.mlp import Dense, Moe
 from milepost.model.parts import Maker

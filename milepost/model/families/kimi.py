@@ -4,15 +4,14 @@ from functools import partial
 
 import torch
 
-from milepost.model.config import DENSE, MOE, SIGMOID, GatedDeltaSpec, LayerSpec, ModelConfig
-from milepost.model.families.deepseek import latent_attention, latent_spec, sigmoid_moe
+from milepost.model.config import SIGMOID, GatedDeltaSpec, ModelConfig
+from milepost.model.families.alike import KINDS, layer_kinds, whole_model
+from milepost.model.families.deepseek import both, latent_attention, latent_spec, mlp_kinds, sigmoid_moe
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import KINDS, Fields, layer_kinds, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader
-
-_MLPS = {"dense": DENSE, "sparse": MOE}
 
 
 def kda(maker: Maker, read: Reader, index: int, bottleneck: bool = True, flat: bool = True) -> GatedDelta:
@@ -48,19 +47,6 @@ def kda(maker: Maker, read: Reader, index: int, bottleneck: bool = True, flat: b
         kernels=maker.kernels,
         low_rank=low_rank,
     )
-
-
-def mlp_kinds(fields: Fields, first_dense: int) -> list[str]:
-    count, dense = fields.size("num_hidden_layers"), fields.size("first_k_dense_replace", first_dense, least=0)
-    fields.only("moe_layer_freq", 1)
-    listed = fields.get("mlp_layer_types", ["dense" if i < dense else "sparse" for i in range(count)])
-    if len(listed) != count or not set(listed) <= set(_MLPS):
-        raise fields.refuse("mlp_layer_types", f"{count} of dense and sparse")
-    return [_MLPS[kind] for kind in listed]
-
-
-def both(mixers: list[str], mlps: list[str]) -> list[LayerSpec]:
-    return [LayerSpec(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
 
 
 def kda_fields(fields: Fields) -> tuple[list[str] | None, tuple[int, int, int, int, int], Fields]:

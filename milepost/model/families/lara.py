@@ -1,8 +1,9 @@
 """Lara mini: Gated DeltaNet, sliding windows with rotary positions, full attention without any; experts throughout."""
 
 from milepost.model.config import MOE, WINDOW, LayerSpec, ModelConfig
+from milepost.model.families.alike import KINDS, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family
-from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.families.qwen import delta_spec, gated_delta, separate, shared_moe
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker

@@ -1,8 +1,9 @@
 """LFM2: gated short convolutions with attention, dense or with experts."""
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, SIGMOID, LayerSpec, ModelConfig, MoeSpec, ShortConvSpec
+from milepost.model.families.alike import layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import Fields, layer_kinds, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.mixers import ShortConv
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader

@@ -3,8 +3,9 @@
 import torch
 
 from milepost.model.config import ATTENTION, LINEAR, MOE, NORM_FIRST, SIGMOID, LayerSpec, ModelConfig, MoeSpec, ScanSpec
+from milepost.model.families.alike import KINDS, layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import KINDS, Fields, layer_kinds, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.mixers import Scan
 from milepost.model.parts import Maker
 from milepost.model.weights import Reader

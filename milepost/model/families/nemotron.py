@@ -1,9 +1,10 @@
 """Nemotron-H: each layer is one half alone, Mamba-2, attention, an MLP or experts, with relu2."""
 
 from milepost.model.config import ATTENTION, DENSE, LINEAR, MOE, NONE, RELU2, LayerSpec, ModelConfig
+from milepost.model.families.alike import plain_attention, whole_model
 from milepost.model.families.deepseek import sigmoid_moe
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import Fields, plain_attention, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.families.mamba2 import ONLY, mamba2, scan_spec
 
 _NEMOTRON = {"linear_attention": LINEAR, "mamba": LINEAR, "full_attention": ATTENTION, "attention": ATTENTION}

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from milepost.model.config import ATTENTION, DENSE, LayerSpec, ModelConfig
+from milepost.model.families.alike import layer_kinds, plain_attention, rope, whole_model
 from milepost.model.families.family import About, Family, Names
-from milepost.model.families.fields import Fields, layer_kinds, plain_attention, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.families.qwen import delta_spec, gated_delta
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker

@@ -3,8 +3,9 @@
 import torch
 
 from milepost.model.config import DENSE, MOE, AttentionSpec, GatedDeltaSpec, LayerSpec, ModelConfig, MoeSpec
+from milepost.model.families.alike import heads, layer_kinds, rope, whole_model
 from milepost.model.families.family import About, Family
-from milepost.model.families.fields import Fields, heads, layer_kinds, rope, whole_model
+from milepost.model.families.fields import Fields
 from milepost.model.mixers import GatedDelta
 from milepost.model.parts import Maker, Tensor
 from milepost.model.weights import Reader
