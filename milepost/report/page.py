@@ -7,6 +7,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from milepost.report.lines import MOST, lines
+
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#5c6b73", "#00a3a3")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1d2733; margin: 0 auto; max-width: 1080px; padding: 1.5rem; }
@@ -36,8 +38,8 @@ def render(plan: dict[str, Any]) -> str:
         _list("Beware", plan["warnings"], "warn") if plan["warnings"] else "",
         _section(
             "Reuse and throughput over the split",
-            "Each line is a kind of flags; points are splits of the same memory. The bar of a point spans all seeds: "
-            "a long bar is a split that sometimes collapses.",
+            f"Each line is a kind of flags, at most the best {MOST}; points are splits of the same memory. The bar of "
+            "a point spans all seeds: a long bar is a split that sometimes collapses.",
             split_figure(plan, "hit_rates", "share of prompt tokens reused"),
             split_figure(plan, "output_tps", "output tokens a second"),
         ),
@@ -62,11 +64,7 @@ def render(plan: dict[str, Any]) -> str:
 def split_figure(plan: dict[str, Any], values: str, title: str) -> go.Figure:
     """`values` of each candidate over its state slots: mean, and a bar from the worst seed to the best."""
     figure = go.Figure()
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for candidate in plan["candidates"]:
-        kinds.setdefault(candidate["name"].rsplit(",", 1)[0], []).append(candidate)
-    for colour, (kind, line) in zip(COLOURS, sorted(kinds.items()), strict=False):
-        line.sort(key=lambda c: c["state_slots"])
+    for colour, (kind, line) in zip(COLOURS, lines(plan), strict=False):
         means = [sum(c[values]) / len(c[values]) for c in line]
         figure.add_scatter(
             x=[c["state_slots"] for c in line],

@@ -8,25 +8,24 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from milepost.report.lines import lines
+
 
 def write(path: Path, plan: dict[str, Any]) -> None:
     """Hit rate and throughput over the state slots, a bar from the worst seed to the best."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for candidate in plan["candidates"]:
-        kinds.setdefault(candidate["name"].rsplit(",", 1)[0], []).append(candidate)
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5.2))
     panels = ("hit_rates", "share of prompt tokens reused"), ("output_tps", "output tokens a second")
     for ax, (values, title) in zip(axes, panels, strict=True):
-        for kind, line in sorted(kinds.items()):
-            line.sort(key=lambda c: c["state_slots"])
+        for kind, line in lines(plan):
             means = [sum(c[values]) / len(c[values]) for c in line]
             low = [m - min(c[values]) for c, m in zip(line, means, strict=True)]
             high = [max(c[values]) - m for c, m in zip(line, means, strict=True)]
             ax.errorbar([c["state_slots"] for c in line], means, (low, high), marker="o", capsize=3, label=kind)
         ax.set(xlabel="state slots", ylabel=title, ylim=(0, None))
         ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="lower center", ncols=3, frameon=False)
     figure.suptitle(plan["title"])
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.03 + 0.035 * -(-len(names) // 3), 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -33,6 +33,8 @@ STRATEGIES: dict[str, SlotStrategy] = {
     "extra_buffer_lazy": cp.extra_buffer_lazy(64),
 }
 ENDLESS = 1 << 40
+_SHORT = {"--swa-full-tokens-ratio": "windows"}
+"""What flags are called in names, where the last word of the flag does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Candidate:
     def name(self) -> str:
         at = f"level {self.at}" if self.at in ("2", "3") else f"at {self.at}"
         cap = "no cap" if self.cap is None else f"cap {self.cap}"
-        extra = "".join(f" {flag.split('-')[-1]} {value}," for flag, value in self.extra)
+        extra = "".join(f" {_SHORT.get(flag, flag.split('-')[-1])} {value}," for flag, value in self.extra)
         return f"{self.strategy}, {at}, {cap},{extra} {self.slots} slots"
 
     @property

@@ -1,0 +1,24 @@
+"""The lines of both plots: candidates that differ in their split alone belong together."""
+
+from typing import Any
+
+MOST = 7
+"""Lines that a plot can hold."""
+
+
+def lines(plan: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(kind of flags, its candidates by slots): the `MOST` kinds whose best candidate is fastest, in that order.
+
+    Of kinds with equal figures the first stands for all: levels that keep the same states, for example.
+    """
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for candidate in plan["candidates"]:
+        kinds.setdefault(candidate["name"].rsplit(",", 1)[0], []).append(candidate)
+    distinct: dict[tuple[object, ...], tuple[str, list[dict[str, Any]]]] = {}
+    for kind, line in sorted(kinds.items()):
+        line.sort(key=lambda c: int(c["state_slots"]))
+        distinct.setdefault(
+            tuple((c["state_slots"], c["output_tps_mean"], c["hit_rate_mean"]) for c in line), (kind, line)
+        )
+    ranked = sorted(distinct.values(), key=lambda named: -max(c["output_tps_mean"] for c in named[1]))
+    return ranked[:MOST]
