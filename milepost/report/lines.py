@@ -17,8 +17,7 @@ def lines(plan: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     distinct: dict[tuple[object, ...], tuple[str, list[dict[str, Any]]]] = {}
     for kind, line in sorted(kinds.items()):
         line.sort(key=lambda c: int(c["state_slots"]))
-        distinct.setdefault(
-            tuple((c["state_slots"], c["output_tps_mean"], c["hit_rate_mean"]) for c in line), (kind, line)
-        )
+        figures = tuple((c["state_slots"], c["output_tps_mean"], c["hit_rate_mean"]) for c in line)
+        distinct.setdefault(figures, (kind, line))
     ranked = sorted(distinct.values(), key=lambda named: -max(c["output_tps_mean"] for c in named[1]))
     return ranked[:MOST]

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from milepost.cli import cli
 from milepost.errors import ConfigError, MilepostError
+from milepost.report.lines import MOST, lines
 from milepost.sim.formats.detect import write
 from milepost.sim.workload import workload
 
@@ -41,6 +42,19 @@ def test_plan_with_report_and_json(trace, tmp_path):
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads(page.with_suffix(".json").read_text())
     assert saved["outcomes"] and saved["timelines"][0][2], "samples of both pools over time"
+
+
+def test_a_plot_holds_the_fastest_kinds():
+    """Kinds with equal figures count once; where there are more than a plot holds the slowest are left out."""
+
+    def candidate(kind, slots, tps):
+        return {"name": f"{kind}, {slots} slots", "state_slots": slots, "output_tps_mean": tps, "hit_rate_mean": 0.5}
+
+    kinds = [(f"kind {n}", 100.0 + n) for n in range(MOST + 3)] + [("twin of kind 3", 103.0)]
+    made = [candidate(kind, slots, tps + slots) for kind, tps in kinds for slots in (20, 10)]
+    found = lines({"candidates": made})
+    assert [kind for kind, _ in found] == [f"kind {n}" for n in range(MOST + 2, 2, -1)]
+    assert all([c["state_slots"] for c in line] == [10, 20] for _, line in found)
 
 
 def test_plan_for_people_in_open_loop(trace):

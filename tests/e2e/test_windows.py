@@ -87,9 +87,8 @@ def test_a_conversation_reads_the_same_with_and_without_the_cache(lara, ratio):
 
 
 def test_a_window_pool_too_small_is_refused_by_name(lara):
-    with pytest.raises(
-        ConfigError, match=r"--swa-full-tokens-ratio 0.01: leaves 40 window rows; at least 50 are needed"
-    ):
+    said = r"--swa-full-tokens-ratio 0.01: leaves 40 window rows; at least 50 are needed"
+    with pytest.raises(ConfigError, match=said):
         boot(ServeConfig(model_path=lara), CacheConfig(swa_full_tokens_ratio=0.01, max_total_tokens=4_000))
 
 
