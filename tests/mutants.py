@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "a state is stored at another depth",
         "core/scheduler.py",
-        "        key = sequence.key(mark.position)\n",
-        "        key = sequence.key(min(mark.position + 1, sequence.computed))\n",
+        "Snapshot(mark.position, mark.slot",
+        "Snapshot(min(mark.position + 1, chunk.stop), mark.slot",
     ),
     Mutant(
         "a copied checkpoint is let go before it was copied",
