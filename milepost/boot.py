@@ -56,7 +56,8 @@ def boot(serve: cfg.ServeConfig, cache: cfg.CacheConfig) -> Booted:
         raise ConfigError("--model-path", folder, "must be a folder with config.json and safetensors", DEMO)
     model = load_model_config(folder)
     shape = models.read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
-    cache = cfg.with_model(cache, shape.defaults, shape.hybrid)
+    own = replace(shape.defaults, strategy=None)  # what SGLang prefers for a model; here `exact` reuses more
+    cache = cfg.with_model(cache, own, shape.hybrid)
     resolved = cfg.resolve(cache, windows=shape.window is not None)
     context = _context(serve, model)
     text = Text.load(folder)

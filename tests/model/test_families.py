@@ -1,12 +1,15 @@
 """What `milepost models` says of the families, held against their configs, closed formulas and what is allocated."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from milepost.boot import DEMO, boot
 from milepost.cli import cli
+from milepost.config import CacheConfig, ServeConfig
 from milepost.errors import ConfigError, ModelConfigError
 from milepost.model import Memory, load_model_config
 from milepost.model.config import DENSE, MOE, GatedDeltaSpec, LatentSpec, ScanSpec
@@ -124,6 +127,16 @@ def test_a_folder_has_the_bytes_that_are_allocated(golden):
     assert sum(count for kind, count in counts.items() if "linear" in kind) == len(config.linear_layers)
     assert sum(count for kind, count in counts.items() if "attention" in kind) == len(config.attention_layers)
     assert "a slot" in run(golden.folder) and f"{memory.slot_bytes:,} B" in run(golden.folder)
+
+
+def test_every_family_boots_with_exact_checkpoints(golden, tmp_path):
+    """The whole boot, which compares what is allocated with what is planned; the tokenizer is the demo's."""
+    for file in [*golden.folder.iterdir(), DEMO / "tokenizer.json", DEMO / "tokenizer_config.json"]:
+        shutil.copy(file, tmp_path / file.name)
+    booted = boot(ServeConfig(model_path=tmp_path), CacheConfig(max_mamba_cache_size=6, max_total_tokens=512))
+    info = booted.engine.info()
+    assert (info["strategy"], info["grid"], info["max_mamba_cache_size"]) == ("exact", 1, 6)
+    assert ("chunk" in info["checkpoint_reasons"]) == bool(load_model_config(tmp_path).window_layers)
 
 
 def test_a_known_model():
