@@ -2,8 +2,9 @@
 
 from typing import Any
 
-MOST = 7
-"""Lines that a plot can hold."""
+COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#5c6b73", "#00a3a3")
+MOST = len(COLOURS)
+"""Lines that a plot can hold: each needs a colour of its own."""
 
 
 def lines(plan: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:

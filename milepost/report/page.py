@@ -7,9 +7,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from milepost.report.lines import MOST, lines
+from milepost.report.lines import COLOURS, MOST, lines
 
-COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#5c6b73", "#00a3a3")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1d2733; margin: 0 auto; max-width: 1080px; padding: 1.5rem; }
 h1 { font-size: 1.7rem; margin-bottom: 0.2rem } h2 { font-size: 1.2rem; margin: 2.2rem 0 0.4rem }

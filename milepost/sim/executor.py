@@ -73,9 +73,9 @@ class Memory:
         start = chunk.start
         wrong = np.flatnonzero(self.rows[chunk.rows[:start]] != known[:start])
         assert wrong.size == 0, f"sequence {chunk.sequence}: KV row of position {wrong[0]} is another prefix's"
-        first = chunk.stop - chunk.window.size
-        assert first <= max(0, start - self.reach) or not self.reach, f"sequence {chunk.sequence}: window from {first}"
         if self.reach:
+            first = chunk.stop - chunk.window.size
+            assert first <= max(0, start - self.reach), f"sequence {chunk.sequence}: window from {first}"
             wrong = np.flatnonzero(self.windows[chunk.window[: start - first]] != known[first:start])
             assert wrong.size == 0, f"sequence {chunk.sequence}: window row of {first + wrong[0]} is another prefix's"
         if start:
