@@ -237,6 +237,10 @@ def _no_rows(budget: int, costs: Costs, wish: Wish, slots: int) -> ConfigError:
         least = smallest_budget(costs, fitting, wish)
         allowed = f"is too small for one request; at least {human(least)} are needed"
         return ConfigError(wish.memory_flag, human(budget), allowed, human(_budget_for(costs, wish, least)))
+    if wish.tokens is not None and costs.footprint.window_row and wish.tokens < _window_rows(costs):
+        works = ceil((_window_rows(costs) + costs.page) / Fraction(str(wish.window_ratio)))
+        allowed = f"is too few for a window pool, at most as large, of {_window_rows(costs)} rows"
+        return ConfigError("--max-total-tokens", wish.tokens, allowed, works)
     most = max(fitting, (budget - smallest_budget(costs, 0, wish)) // costs.slot)
     if wish.slots is not None:
         allowed = f"takes {human(costs.states(slots))} of {human(budget)} and leaves no KV; at most {most} fit"

@@ -231,6 +231,15 @@ def test_three_pools():
     assert sizing.size(40 * GIB, inkling, Wish(ratio=0.1, window_ratio=works)).windows.rows >= 640
 
 
+def test_too_few_tokens_for_a_window():
+    """The flag that is at fault is named, with a value that works."""
+    lara = costs("lara-4-mini", 1, 1, kv="bfloat16", page=1)
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 300: is too few .* 514 rows; for example") as error:
+        sizing.size(4 * GIB, lara, Wish(tokens=300))
+    works = int(str(error.value).split()[-1])
+    assert sizing.size(4 * GIB, lara, Wish(tokens=works)).windows.rows >= 514
+
+
 def test_windows_of_the_worst_case():
     inkling = costs("inkling", 1, 1, kv="bfloat16", page=64)
     pools = sizing.size(40 * GIB, inkling, Wish(running=8, radix=False, chunked_prefill=2048))

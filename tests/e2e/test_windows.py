@@ -92,6 +92,11 @@ def test_a_window_pool_too_small_is_refused_by_name(lara):
         boot(ServeConfig(model_path=lara), CacheConfig(swa_full_tokens_ratio=0.01, max_total_tokens=4_000))
 
 
+def test_too_few_tokens_for_a_window_are_refused_by_name(lara):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 30: is too few .* 50 rows; .* --max-total-tokens 64$"):
+        boot(ServeConfig(model_path=lara), CacheConfig(max_total_tokens=30))
+
+
 def test_what_a_small_window_pool_means_is_said(lara):
     booted = boot(ServeConfig(model_path=lara), CacheConfig(swa_full_tokens_ratio=0.05, max_total_tokens=4_000))
     assert "prefill chunks are cut from 2048 to 152 tokens: the window pool has 200 rows" in booted.lines
