@@ -251,7 +251,9 @@ def _no_rows(budget: int, costs: Costs, wish: Wish, slots: int) -> ConfigError:
         allowed = f"takes {human(least)} of {human(budget)}; at most {most} fit"
         return ConfigError("--max-running-requests", wish.running, allowed, most * costs.attn_dp)
     allowed = f"leaves no KV beside {slots} slots in {human(budget)}"
-    return ConfigError("--mamba-full-memory-ratio", wish.ratio, allowed, "0.5")
+    most_ratio = Fraction(budget, smallest_budget(costs, fitting, wish) - costs.states(fitting)) - 1
+    highest = min(Fraction(1, 2), Fraction(floor(most_ratio * 10**6), 10**6))
+    return ConfigError("--mamba-full-memory-ratio", wish.ratio, allowed, f"{float(highest):g}")
 
 
 def _budget_for(costs: Costs, wish: Wish, least: int) -> int:
@@ -260,7 +262,8 @@ def _budget_for(costs: Costs, wish: Wish, least: int) -> int:
         return least
     ratio = Fraction(str(wish.ratio))
     state = costs.states(costs.reserved) + costs.footprint.slot * 2 * costs.drafts
-    return max(least, ceil(state * (1 + ratio) / ratio))
+    kv = least - costs.states(costs.reserved)
+    return max(least, ceil(state * (1 + ratio) / ratio), ceil(kv * (1 + ratio)))
 
 
 # --- what a boot prints ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ digit, except B5 and B6 (2 %) and the measured limits of B3 (± 3).
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from milepost.core import models, sizing
@@ -413,6 +413,7 @@ def test_inverse_and_size_agree(one, budget, ratio, data):
     assert sizing.resident(one, again, context, running) >= sessions
 
 
+@example(costs("lfm2-1.2b", 1, 1, kv="bfloat16", page=64), 1, 0.9, None, 0.8)
 @settings(max_examples=200, deadline=None)
 @given(
     any_costs,
